@@ -26,7 +26,7 @@ TEST_ENV  := $(VENV)/.quantmint-test
 BESIDE    := $(MAKE) --no-print-directory -j 3
 
 .DEFAULT_GOAL := help
-.PHONY: help quantize plan docs test lint format bench-quantize bench-decode bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek bench-devices bench-experts gate-simulations walk soak mutation zoo report clean distclean serving browser
+.PHONY: help quantize plan docs test lint format bench-quantize bench-decode bench-quality bench-kernels bench-memory-fit bench-throughput bench-scaling bench-deepseek bench-devices bench-experts gate-simulations walk soak mutation zoo trap report clean distclean serving browser
 
 help:  ## this text
 	@echo "quantmint: quantize, prove, publish.  make TARGET [RECIPE=$(RECIPE)] [ARGS=...]"
@@ -95,6 +95,9 @@ bench-experts: $(TEST_ENV)  ## GPTQ of a layer's experts, one after the other an
 zoo: $(TEST_ENV)  ## quantize 165 tiny models of as many architectures in seven ways, and write docs/models.md
 	@$(BIN)/python -m tests.zoo.matrix --jobs 2 --json build/zoo.json $(ARGS)
 	@$(BIN)/python -m tests.zoo.page build/zoo.json
+
+trap: $(TEST_ENV) serving  ## twelve faults that must be stopped, sound checkpoints that must not, and the table in docs/gate.md
+	@$(BIN)/python -m tests.trap.run --write $(ARGS)
 
 mutation: $(TEST_ENV)  ## change 100 places of the product by a seed, and list those that no test notices (hours)
 	@$(BIN)/python -m tests.tools.mutation --jobs 2 --json build/mutation.json $(ARGS)

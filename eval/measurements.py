@@ -11,6 +11,8 @@ from quantmint.eval.acceptance import AcceptancePairs
 from quantmint.eval.canary import Canary
 from quantmint.eval.errors import MeasurementError
 from quantmint.eval.history import EarlierVerdict
+from quantmint.eval.kl import Divergences
+from quantmint.eval.layout import LayoutMeasurement
 from quantmint.eval.long_context import LongDivergence
 from quantmint.eval.records import Part, Record
 from quantmint.eval.samples import SampleSet
@@ -161,7 +163,8 @@ class Server(Record):
     `runtime` is what answered: the engine, then after a comma what it does with this checkpoint ("vllm 0.32.0",
     "transformers 5.17.0, dequantized weights, simulated FP8 activations"). `kv_cache_dtype` is the type that the cache
     really has (None: nothing tells), `template` and `tokenizer` are the SHA-256 of the chat template and of the
-    tokenizer's files (None: there is none, or nobody looked).
+    tokenizer's files (None: there is none, or nobody looked). `mx_scales` is how the scales of MX inputs were rounded
+    ("even", "up"; None: as the target's own kernels do).
     """
 
     version: str
@@ -175,6 +178,11 @@ class Server(Record):
     kv_cache_dtype: str | None = None
     template: str | None = None
     tokenizer: str | None = None
+    mx_scales: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a mapping of the fields, without an unknown `mx_scales`, which earlier records do not have."""
+        return {name: value for name, value in Record.to_json(self).items() if name != "mx_scales" or value}
 
     @property
     def engine(self) -> str:
@@ -271,7 +279,7 @@ class Measurements(Record):
     this model that were known when it was judged, by their times. `baseline_rounding` says how the baseline's own
     configuration rounds the inputs of its linear layers; None for a baseline in 16 bit. `acceptance` are the drafts of
     speculative decoding by prompt; None where the sides were served without it. `long` is the KL by position of long
-    texts.
+    texts. `kl`, `layout` and `long` are None where they were not measured.
     """
 
     artefact: str
@@ -291,6 +299,8 @@ class Measurements(Record):
     baseline_rounding: str | None = None
     acceptance: AcceptancePairs | None = None
     long: LongDivergence | None = None
+    kl: Divergences | None = None
+    layout: LayoutMeasurement | None = None
 
     @property
     def kv_tokens(self) -> dict[Side, float]:
@@ -319,6 +329,8 @@ class Measurements(Record):
             **({"baseline_rounding": self.baseline_rounding} if self.baseline_rounding else {}),
             **({} if self.acceptance is None else {"acceptance": self.acceptance.to_json()}),
             **({} if self.long is None else {"long": self.long.to_json()}),
+            **({} if self.kl is None else {"kl": self.kl.to_json()}),
+            **({} if self.layout is None else {"layout": self.layout.to_json()}),
         }
 
     @classmethod

@@ -331,13 +331,16 @@ def verify(
     issuer: str | None = None,
     unsigned: bool = False,
     name: str | None = None,
+    source: str | Path | None = None,
     reporter: Reporter | None = None,
 ) -> Verification:
     """Check all of a release that can be checked with nothing but what was published.
 
     ``release`` is a folder, a repository (org/name) or a bucket, with @TAG for another than the current release. Its
     signer is named by a public ``key`` (a PEM file), or by ``identity`` and ``issuer``; with ``unsigned`` a release
-    without a signature is accepted. ``name`` is the name of the expected release. Raises `UserError` where there is no
+    without a signature is accepted. ``name`` is the name of the expected release. With ``source``, the
+    folder of the model that it was made from, weights, configuration, template and tokenizer are compared with that.
+    Raises `UserError` where there is no
     release, and for a signer named in both ways or by half of one.
     """
     from quantmint.pipeline.publish.signing import public_fingerprint
@@ -359,7 +362,8 @@ def verify(
         folder, tag, expected = fetch_release(str(release), reporter)
         expected = expected if name is None else ExpectedName(name)
         trust = Trust(public, identity, issuer, unsigned)
-        checks = check_release(folder, trust, reporter, tag=tag, expected=expected, relaunch=_launches)
+        original = None if source is None else Path(source)
+        checks = check_release(folder, trust, reporter, tag=tag, expected=expected, relaunch=_launches, source=original)
     except OtherBytesError as error:  # what fails already on the way here needs no further check to be false
         checks = (failure("digests", error.message, "it was not fetched; nothing else was checked"),)
     return Verification(checks)

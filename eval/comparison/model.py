@@ -367,6 +367,7 @@ def _contender(mark: Mark) -> dict[str, Any]:
         "accuracy": [result.to_json() for result in gate.accuracy],
         "throughput": [cell.to_json() for cell in gate.throughput],
         "canary": None if gate.canary is None else gate.canary.to_json(),
+        **({} if gate.kl is None else {"kl": gate.kl.to_json()}),
         "kv_tokens": dict(contender.kv_tokens) or None,
         "headlines": [headline.to_json() for headline in gate.headlines],
     }

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from quantmint.eval import acceptance, canary, long_context
+from quantmint.eval import acceptance, canary, kl, layout, long_context
 from quantmint.eval.acceptance import Acceptance
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.errors import MeasurementError
@@ -132,6 +132,10 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     findings += faults
     by_position, long_findings = _long(measurements, policy)
     findings += long_findings
+    divergence, kl_findings = _kl(measurements, policy)
+    findings += kl_findings
+    layouts, layout_findings = _layout(measurements, policy)
+    findings += layout_findings
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
         findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
@@ -149,6 +153,8 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         canary=measurements.canary,
         acceptance=accepted,
         long=by_position,
+        kl=divergence,
+        layout=layouts,
         throughput=tuple(cells),
         headlines=tuple(headlines(measurements, cells)),
         policy=policy,
@@ -219,6 +225,39 @@ def _long(measurements: Measurements, policy: Policy) -> tuple[LongReport | None
         reason = f"The candidate gave no finite log probabilities for {name}."
         findings.append(Finding("long", name, Verdict.FAIL, reason))
     return by_position, findings
+
+
+def _kl(measurements: Measurements, policy: Policy) -> tuple[kl.Kl | None, list[Finding]]:
+    """Return the divergence at the policy's confidence, and the finding on its promise; none without a promise.
+
+    Without a measurement the promise is INVALID, unless the canary ended the run before.
+    """
+    if policy.kl is None:
+        return None, []
+    if measurements.kl is None:
+        missing = Finding("kl", "texts", Verdict.INVALID, "The KL divergence decides, but was not measured.")
+        return None, [] if measurements.stopped is not None else [missing]
+    try:
+        divergence = kl.measure(measurements.kl, policy.kl.confidence)
+    except MeasurementError as error:
+        return None, [Finding.invalid("kl", str(error))]
+    verdict, reason = kl.judge(divergence, policy.kl)
+    return divergence, [Finding("kl", "texts", verdict, sentence(reason[:1].upper() + reason[1:]))]
+
+
+def _layout(measurements: Measurements, policy: Policy) -> tuple[layout.LayoutComparison | None, list[Finding]]:
+    """Return the comparison of the layouts at the policy's confidence, and its finding; none without a promise."""
+    if policy.layout is None:
+        return None, []
+    if measurements.layout is None:
+        missing = Finding("layout", "TP 1", Verdict.INVALID, "The layout decides, but was not compared.")
+        return None, [] if measurements.stopped is not None else [missing]
+    try:
+        comparison = layout.compare(measurements.layout, policy.layout.confidence)
+    except MeasurementError as error:
+        return None, [Finding.invalid("layout", str(error))]
+    verdict, reason = layout.judge(comparison, policy.layout)
+    return comparison, [Finding("layout", comparison.layout, verdict, sentence(reason))]
 
 
 def _controls(measurements: Measurements, policy: Policy) -> tuple[dict[str, Control], list[Finding]]:

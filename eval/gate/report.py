@@ -13,6 +13,8 @@ from quantmint.eval.acceptance import Acceptance, AcceptancePolicy
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.canary import Canary, CanaryPolicy
 from quantmint.eval.history import EarlierVerdict
+from quantmint.eval.kl import Kl, KlPolicy
+from quantmint.eval.layout import LayoutComparison, LayoutPolicy
 from quantmint.eval.long_context import LongReport
 from quantmint.eval.measurements import UNKNOWN
 from quantmint.eval.records import Record
@@ -22,6 +24,10 @@ from quantmint.eval.throughput import Throughput
 from quantmint.eval.verdict import Verdict
 
 Confidence = Annotated[float, Field(ge=0.5, lt=1)]
+
+
+_LATER: Final = ("stop_early", "acceptance", "long_kl", "kl", "layout", "mx_scales")
+"""Fields of a policy that earlier records do not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +44,9 @@ class Policy(Record):
     least `launches` launches a side at `throughput_confidence`, on `hardware`: a name of the table of targets, and
     measured elsewhere the promise is neither kept nor broken (None: any will do). With `stop_early` the launches end
     at the first look that decides, and `launches` a side are the most (`eval.statistics.ranks.look_boundaries`).
-    `acceptance` is the promise on speculative decoding (None: its acceptance length is shown only).
-    `long_kl` is the largest KL in nats in each bucket of positions of long texts (None: shown only).
+    `acceptance` is the promise on speculative decoding (None: its acceptance length is shown only). `long_kl` is the
+    largest KL in nats in each bucket of positions of long texts (None: shown only). `kl` and `layout` are None where
+    nothing of that is promised, `mx_scales` where the recipe names no rounding.
     """
 
     margins: Mapping[str, Share]
@@ -56,15 +63,13 @@ class Policy(Record):
     stop_early: bool = False
     acceptance: AcceptancePolicy | None = None
     long_kl: Annotated[float, Field(gt=0)] | None = None
+    kl: KlPolicy | None = None
+    layout: LayoutPolicy | None = None
+    mx_scales: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return a mapping of the fields.
-
-        A `stop_early` of False, an absent `acceptance` and an absent `long_kl` are left out: earlier records do not
-        have these fields.
-        """
-        new = ("stop_early", "acceptance", "long_kl")
-        return {name: value for name, value in Record.to_json(self).items() if name not in new or value}
+        """Return a mapping of the fields, without unset ones that earlier records lack."""
+        return {name: value for name, value in Record.to_json(self).items() if name not in _LATER or value}
 
     @classmethod
     def for_suite(cls, suite: Suite, *, margin: float, **limits: Any) -> Policy:
@@ -87,7 +92,7 @@ figures themselves; version 1 stopped by the bounds of their intervals.
 SEQUENTIAL_JUDGEMENT: Final = 3
 """The same of launches that may end early, whose intervals and p-values version 2 took from the fixed test."""
 
-Kind = Literal["validity", "accuracy", "canary", "long", "throughput", "structure", "acceptance"]
+Kind = Literal["validity", "accuracy", "canary", "kl", "layout", "long", "throughput", "structure", "acceptance"]
 ANOMALOUS = "ANOMALOUS"
 """Label of a gain that quantization cannot explain."""
 
@@ -166,6 +171,8 @@ class GateReport(Record):
     canary: Canary | None = None
     acceptance: Acceptance | None = None
     long: LongReport | None = None
+    kl: Kl | None = None
+    layout: LayoutComparison | None = None
     throughput: tuple[Throughput, ...]
     headlines: tuple[Headline, ...] = ()
     policy: Policy
@@ -175,11 +182,10 @@ class GateReport(Record):
     def to_json(self) -> dict[str, Any]:
         """Return a mapping of the fields, without the version of the judgement.
 
-        An empty history, an absent `acceptance` or `long` and a cell's `reused` of 0 are left out too: earlier records
-        do not have these fields.
+        An empty history, what was not measured, and a cell's `reused` of 0 are left out too, as in earlier records.
         """
-        empty = [name for name in ("history", "acceptance", "long") if not getattr(self, name)]
-        left_out = ("judgement", *empty)
+        optional = ("history", "acceptance", "long", "kl", "layout")
+        left_out = ("judgement", *(name for name in optional if not getattr(self, name)))
         fields = {**Record.to_json(self), "policy": self.policy.to_json()}
         for cell in fields["throughput"]:
             if not cell["reused"]:  # nor of launches that were reused

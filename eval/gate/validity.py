@@ -81,6 +81,10 @@ def check(measurements: Measurements, policy: Policy) -> Iterator[Finding]:
         yield Finding.invalid("measurement", fault)
     for difference in differences(measurements.baseline, measurements.candidate):
         yield Finding.invalid("servers", difference)
+    rounded = measurements.candidate.mx_scales
+    if policy.mx_scales is not None and rounded not in (None, policy.mx_scales):
+        reason = f"The candidate's inputs were rounded with MX scales to {rounded!r}, the target rounds to"
+        yield Finding.invalid("rounding", f"{reason} {policy.mx_scales!r}: the proof is of other arithmetic")
     for side in _SIDES:
         yield from _server(side, measurements.baseline if side == "baseline" else measurements.candidate)
     for task, (baseline, candidate) in measurements.samples.items():

@@ -57,6 +57,7 @@ def render(report: Report) -> str:
             flips=flips.view(report, gate),
             canary=gate.canary,
             long=long.view(gate),
+            kl=gate.kl,
             throughput=throughput.view(report, gate),
             errors=layers.errors(report),
             cache=layers.cache(report),

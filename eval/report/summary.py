@@ -89,6 +89,9 @@ def tiles(report: Report, gate: GateReport) -> list[tuple[str, str, str]]:
     elif gate.canary is not None:
         canary = gate.canary
         facts.append(("Same next token", numbers.percent(canary.agreement), f"KL {numbers.figure(canary.kl)} nats"))
+    if gate.kl is not None and gate.policy.kl is not None and gate.kl.upper is not None:
+        promised = f"at most {numbers.figure(gate.kl.upper)}, promised {numbers.figure(gate.policy.kl.max)}"
+        facts.append(("KL divergence, nats", numbers.figure(gate.kl.value), promised))
     room = report["kv_tokens"]
     if room.get("baseline") and room.get("candidate"):
         tokens = f"{room['baseline']:,} {ARROW} {room['candidate']:,}"

@@ -27,7 +27,7 @@ class Hardware:
 
     ``pci`` are device ids ("0x74a1"), ``names`` further names that drivers report besides ``title``. ``bandwidth`` is
     the memory bandwidth in TB/s, None where unknown; ``tflops`` are (input type, dense TFLOPS) pairs; ``hbm_gib`` is
-    the memory in GiB.
+    the memory in GiB. ``mx_scales`` are the roundings of MX scales that its kernels have (`schemes.MxScales`).
     """
 
     name: str
@@ -40,6 +40,7 @@ class Hardware:
     names: tuple[str, ...] = ()
     bandwidth: float | None = None
     tflops: tuple[tuple[str, float], ...] = ()
+    mx_scales: tuple[str, ...] = ("even",)
 
     @property
     def bytes_per_second(self) -> float:

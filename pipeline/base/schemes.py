@@ -11,8 +11,8 @@ The table is `schemes.yaml`; the tensors that a format stores for a scheme are i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Literal
@@ -65,17 +65,26 @@ class WeightFormat:
     group: tuple[int, int] | None = None
 
 
+MxScales = Literal["even", "up"]
+"""Rounding of a microscaling group's scale. even: up where the largest magnitude would round to the next power of two;
+numbers of up to 7/6 of the largest element are cut. up: the least power of two with which no number is cut."""
+MX_GROUP = 32
+"""Elements that share a scale in the OCP microscaling formats."""
+
+
 @dataclass(frozen=True, slots=True)
 class ActivationFormat:
     """The format of a quantized layer's inputs: unchanged ("none"), or ``dtype`` with static or dynamic scales.
 
-    ``group`` is the number of inputs that share a scale, where the granularity is group.
+    ``group`` is the number of inputs that share a scale, where the granularity is group. ``mx_scales`` is how scales of
+    a microscaling format are rounded; the table leaves it at "even", since the metal decides (`activations_on`).
     """
 
     kind: Literal["none", "static", "dynamic"]
     granularity: Literal["per_tensor", "per_token", "group"] | None = None
     dtype: Element | None = None
     group: int | None = None
+    mx_scales: MxScales = "even"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +177,14 @@ def table() -> Mapping[str, Scheme]:
 def scheme(name: str) -> Scheme:
     """Return the scheme of that name. Raises `KeyError` where there is none."""
     return table()[name]
+
+
+def activations_on(name: str, mx_scales: MxScales = "even") -> ActivationFormat:
+    """Return the format of a scheme's inputs, with the scales of microscaling groups rounded as ``mx_scales`` says."""
+    row = scheme(name).activations
+    return replace(row, mx_scales=mx_scales) if row.group == MX_GROUP else row
+
+
+def has_mx_activations(schemes: Iterable[str]) -> bool:
+    """Return whether any of the schemes rounds inputs in a microscaling format when it is served."""
+    return any(scheme(name).activations.group == MX_GROUP for name in schemes)

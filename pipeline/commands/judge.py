@@ -22,7 +22,7 @@ from quantmint.eval.throughput import Throughput
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.progress import reporter_for
-from quantmint.pipeline.commands.options import PATH, emit, json_option, store_option
+from quantmint.pipeline.commands.options import MODEL_FOLDER, PATH, emit, json_option, store_option
 from quantmint.pipeline.commands.tables import paragraph, printable, table, terminal
 from quantmint.pipeline.publish.verify.subject import UNSIGNED, CheckOutcome
 from quantmint.pipeline.store.tree import Store
@@ -236,6 +236,7 @@ def _print_throughput(console: Console, cells: Sequence[Throughput]) -> None:
 @click.option("--issuer", help="Who vouches for that identity: the OpenID provider's URL.")
 @click.option("--unsigned", is_flag=True, help="Accept a release without a signature; none by a stranger is accepted.")
 @click.option("--name", help="Name of the release that you expect, where the place's own name does not say it.")
+@click.option("--source", type=MODEL_FOLDER, help="Folder of the model that it was made from, to compare with.")
 @json_option
 def verify_release(
     subject: str,
@@ -244,6 +245,7 @@ def verify_release(
     issuer: str | None,
     unsigned: bool,
     name: str | None,
+    source: Path | None,
     as_json: bool,
 ) -> int:
     """Check everything that can be checked of a release, with nothing but what was published.
@@ -252,7 +254,8 @@ def verify_release(
     another release than the current one. Every file is hashed, the signature and the provenance are followed, the
     checkpoint is inspected and the gate judges again, by the recipe's limits. Report and card are rendered again where
     this version of quantmint made them. VERIFIED says that a signer whom you name vouches for all of it; a release
-    without a signature is CONSISTENT, UNSIGNED at best.
+    without a signature is CONSISTENT, UNSIGNED at best. With --source the weights, the configuration, the chat template
+    and the tokenizer are compared with those of the 16-bit model.
 
     Example: quantmint release verify my-org/NAME --key signing.pub
 
@@ -263,7 +266,14 @@ def verify_release(
 
     reporter = reporter_for(json=as_json)
     verification = verify(
-        subject, key=key, identity=identity, issuer=issuer, unsigned=unsigned, name=name, reporter=reporter
+        subject,
+        key=key,
+        identity=identity,
+        issuer=issuer,
+        unsigned=unsigned,
+        name=name,
+        source=source,
+        reporter=reporter,
     )
     if as_json:
         facts = {"place": subject, "exit_code": verification.exit_code, "conclusion": verification.conclusion}

@@ -128,6 +128,12 @@ def _print_gate(console: Console, forecast: RunForecast) -> None:
         f"all tasks: a lossless candidate passes with a chance of {forecast.gate.passes:.0%}; "
         f"one that loses all that the margins allow fails with one of {forecast.gate.false_fails:.0%} at most"
     )
+    if (promised := forecast.recipe.gate.kl) is not None:
+        times = [stage.seconds for stage in forecast.stages if stage.stage in ("kl-baseline", "kl-candidate")]
+        price = f", about {duration(sum(seconds or 0.0 for seconds in times))}" if times else ""
+        console.print(
+            f"KL: at most {promised.max:g} nats by the upper end of an interval at {promised.confidence:.0%}{price}"
+        )
     if forecast.bench:
         console.print(_throughput(forecast.bench, forecast.gate.speed))
 

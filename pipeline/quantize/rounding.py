@@ -12,7 +12,7 @@ from typing import Any
 
 from quantmint.calibration.elements import ELEMENT_TYPES
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.base.schemes import ActivationFormat
+from quantmint.pipeline.base.schemes import ActivationFormat, MxScales
 from quantmint.pipeline.quantize.schemes.elements import to_nearest
 from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP, NV_GROUP
 
@@ -31,7 +31,7 @@ def round_activations(
     """
     if activations.group == MX_GROUP and x.numel():
         assert activations.dtype is not None  # noqa: S101 - a dynamic format has a type
-        return round_mx(x, activations.dtype)
+        return round_mx(x, activations.dtype, activations.mx_scales)
     x = x.float()
     if activations.kind == "none" or not x.numel():
         return x
@@ -79,12 +79,13 @@ def kv_cache(config: Any, scales: Scales, round_: Callable[..., torch.Tensor] = 
     return (RoundingCache if scales else DynamicCache)(config=config)
 
 
-def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
+def round_mx(x: torch.Tensor, dtype: str, mx_scales: MxScales = "even") -> torch.Tensor:
     """Round to an OCP microscaling format with elements of ``dtype`` along the last dimension, a multiple of 32.
 
     The result is bfloat16 for bfloat16, which holds all results, else float32. The scale is 2 ** (floor(log2 amax) -
-    emax), one exponent more where amax would round up to the next power of two; 2 ** -126 is the least. x must be below
-    2 ** 100.
+    emax), one exponent more where amax would round up to the next power of two; 2 ** -126 is the least. With
+    ``mx_scales`` "up" it is one more where amax would exceed the largest element, and so the least power of two that is
+    at least amax / largest. x must be below 2 ** 100.
     """
     element = ELEMENT_TYPES[dtype]
     mantissa_bits, largest = element.mantissa_bits, element.largest
@@ -93,7 +94,10 @@ def round_mx(x: torch.Tensor, dtype: str) -> torch.Tensor:
     groups = x.reshape(*x.shape[:-1], -1, MX_GROUP)
     magnitude = groups.view(integers) & torch.iinfo(integers).max
     # The exponent's field is read as an integer: adding half a step of the mantissa carries into it.
-    field = (magnitude.amax(-1, keepdim=True) + (1 << (digits - 1 - element.deciding))) >> digits
+    # The smallest addend that carries from a mantissa above that of the largest element.
+    fitting = (1 << digits) - 1 - int((largest / 2.0**element.max_exponent - 1) * (1 << digits))
+    carry = fitting if mx_scales == "up" else 1 << (digits - 1 - element.deciding)
+    field = (magnitude.amax(-1, keepdim=True) + carry) >> digits
     field = (field - element.max_exponent).clamp_(min=1)
     scale = (field << digits).view(x.dtype)
     if dtype == "e4m3":

@@ -372,6 +372,23 @@ class Target(Section):
     """Name of a workload in eval/workloads, or the path of a YAML file like those."""
     max_model_len: int = Field(default=8192, ge=16)
     """Longest prompt with its answer, in tokens."""
+    mx_scales: Literal["even", "up"] | None = None
+    """Rounding of the scales of MX inputs by the kernels that will serve (null: even, and nothing is promised of it).
+    GPTQ, sensitivities and the reference runtime round in this way, and a proof that was made by another one does not
+    pass. AITER rounds up since May 2026."""
+
+    @model_validator(mode="after")
+    def _rounded_by_its_kernels(self) -> Target:
+        roundings = hardware.hardware(self.hardware).mx_scales
+        if self.mx_scales is not None and self.mx_scales not in roundings:
+            raise wrong(f"{' or '.join(roundings)}, by the kernels of {self.hardware}", at="mx_scales")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _omit_unset(self, dump: Any) -> dict[str, Any]:
+        """Omit a rounding that is not named: recipes without one keep their fingerprints."""
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if name != "mx_scales" or value is not None}
 
 
 class Speculative(Section):
@@ -513,6 +530,17 @@ class Recipe(Section):
     def judged(self, suite: Suite) -> Suite:
         """Return the suite with the tasks of the endpoints behind its own."""
         return replace(suite, tasks=(*suite.tasks, *(task for tasks in self.endpoints.values() for task in tasks)))
+
+    @property
+    def mx_scales(self) -> schemes.MxScales:
+        """Return the rounding of the scales of MX inputs on the target."""
+        return self.target.mx_scales or "even"
+
+    @property
+    def mx_settings(self) -> dict[str, str]:
+        """Return the rounding of MX scales as part of a fingerprint's settings; empty where none is named or needed."""
+        named, is_rounded = self.target.mx_scales, schemes.has_mx_activations(self.quantization.schemes)
+        return {} if named is None or not is_rounded else {"mx_scales": named}
 
     @property
     def confidence(self) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from quantmint.eval.statistics.ranks import MOST_LOOKS
-from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.base.schemes import has_mx_activations, scheme
 from quantmint.pipeline.recipe.destinations import Address, Destinations
 from quantmint.pipeline.recipe.endpoints import (
     LongContext,
@@ -129,6 +129,27 @@ _MORE_BITS = (0.7, 0.5, None, None)
 _LAUNCHES = 4
 
 
+class KlGate(Section):
+    """A promise on the KL divergence of the next token from the baseline's, over held-out texts."""
+
+    max: float = Field(gt=0)
+    """Largest mean divergence, in nats: PASS where the upper end of its interval is at most this, FAIL where the lower
+    end is above. The reference runtime compares the whole vocabulary; in vLLM the likeliest tokens and a sampled one
+    estimate it without bias."""
+    confidence: float = Field(default=0.95, ge=0.5, lt=1)
+    """Confidence of the one-sided bounds, clustered by text."""
+
+
+class LayoutGate(Section):
+    """A promise that the recipe's layout (TP, EP, DP) answers as a single accelerator does with the same weights."""
+
+    max: float = Field(default=0.02, gt=0)
+    """Largest distance in nats beyond what the single accelerator differs from itself by, of reading (KL) and of greedy
+    answers. The checkpoint must fit a single accelerator."""
+    confidence: float = Field(default=0.95, ge=0.5, lt=1)
+    """Confidence of the one-sided bounds, clustered by text."""
+
+
 class ThroughputGate(Section):
     """The speed that the checkpoint must have on the target's hardware."""
 
@@ -183,6 +204,10 @@ class Gate(Section):
     """Loss of accuracy that is accepted."""
     canary: CanaryGate | None = Field(default_factory=CanaryGate)
     """Check that stops a broken checkpoint within a minute, before the tasks (null: no check)."""
+    kl: KlGate | None = None
+    """Divergence of the next token that is promised (null: none is)."""
+    layout: LayoutGate | None = None
+    """Comparison of the recipe's layout with a single accelerator (null: none)."""
     throughput: ThroughputGate = Field(default_factory=ThroughputGate)
     """Speed that is required."""
     acceptance: AcceptanceGate | None = None
@@ -198,13 +223,18 @@ class Gate(Section):
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
         """Omit absent promises that are not in earlier records: recipes without them stay as they were recorded."""
         dumped: dict[str, Any] = dump(self)
-        new = (*_ENDPOINTS, "acceptance")
+        new = (*_ENDPOINTS, "acceptance", "kl", "layout")
         return {name: value for name, value in dumped.items() if name not in new or value is not None}
 
-    def policy(self, suite: Suite, hardware: str, schemes: Iterable[str]) -> Policy:
-        """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`."""
+    def policy(self, suite: Suite, hardware: str, schemes: Iterable[str], mx_scales: str | None = None) -> Policy:
+        """Return the gate's policy for a suite with its own margins; the speed is required on `hardware`.
+
+        ``mx_scales`` is the target's rounding of MX scales; it is required where a scheme has MX inputs.
+        """
         from quantmint.eval.acceptance import AcceptancePolicy
         from quantmint.eval.gate import Policy
+        from quantmint.eval.kl import KlPolicy
+        from quantmint.eval.layout import LayoutPolicy
 
         promise = self.acceptance
         rate = self.accuracy.expected_flip_rate
@@ -223,6 +253,9 @@ class Gate(Section):
             hardware=hardware,
             acceptance=None if promise is None else AcceptancePolicy(promise.margin, promise.confidence),
             long_kl=None if self.long is None else self.long.max_kl,
+            kl=None if self.kl is None else KlPolicy(self.kl.max, self.kl.confidence),
+            mx_scales=mx_scales if has_mx_activations(schemes) else None,
+            layout=None if self.layout is None else LayoutPolicy(self.layout.max, self.layout.confidence),
             **({} if rate is None else {"expected_flip_rate": rate}),
         )
 

@@ -141,6 +141,9 @@ def _figures(report: ComparedReport, gate: GateReport) -> Iterator[tuple[str, fl
     if gate.acceptance is not None:
         for field in ("baseline", "candidate", "ratio", "low", "high"):
             yield f"acceptance/{field}", getattr(gate.acceptance, field)
+    if gate.kl is not None:
+        for field in ("value", "lower", "upper"):
+            yield f"kl/{field}", getattr(gate.kl, field)
     for task, control in gate.control.items():
         yield f"control/{task}/flip_rate", control.rate
     for headline in gate.headlines:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from quantmint.eval import record
 from quantmint.eval.gate import Policy, judge
@@ -12,6 +13,7 @@ from quantmint.eval.measurements import Both, Measurements, Server, Side, Struct
 from quantmint.eval.report.history import widened
 from quantmint.eval.samples import SampleSet
 from quantmint.eval.verdict import Verdict
+from quantmint.pipeline.base import hardware
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.digest import folder_digest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
@@ -24,6 +26,8 @@ from quantmint.pipeline.stages.chat import families, measured_tasks, read_again
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import guessing, read_samples
 from quantmint.pipeline.stages.history import Model, earlier_verdicts
+from quantmint.pipeline.stages.kl import read_divergences
+from quantmint.pipeline.stages.layout import read_layout
 from quantmint.pipeline.stages.long_context import read_divergence
 from quantmint.pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
 from quantmint.pipeline.stages.serve import LAUNCH, SIDES
@@ -122,6 +126,8 @@ class GateStage(Stage):
             baseline_rounding=input_rounding(job.setting.config),
             acceptance=read_pairs(job.inputs) if "acceptance-candidate" in job.inputs else None,
             long=read_divergence(job.inputs["long-candidate"].path) if "long-candidate" in job.inputs else None,
+            kl=read_divergences(job.inputs["kl-candidate"].path) if "kl-candidate" in job.inputs else None,
+            layout=read_layout(job.inputs["layout"].path) if "layout" in job.inputs else None,
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)
@@ -141,7 +147,8 @@ class GateStage(Stage):
 def policy_of(setting: Setting) -> Policy:
     """Return the recipe's gate as a policy for its suite, target and schemes."""
     recipe = setting.recipe
-    return recipe.gate.policy(recipe.judged(setting.suite), recipe.target.hardware, recipe.quantization.schemes)
+    suite, target = recipe.judged(setting.suite), recipe.target
+    return recipe.gate.policy(suite, target.hardware, recipe.quantization.schemes, target.mx_scales)
 
 
 def checkpoint_digest(entry: Entry) -> str:
@@ -177,4 +184,18 @@ def _server(job: Job, side: Side) -> Server:
         kv_cache_dtype=launch["kv_cache_dtype"],
         template=launch["template"],
         tokenizer=launch["tokenizer"],
+        mx_scales=_mx_scales(job, launch),
     )
+
+
+def _mx_scales(job: Job, launch: Mapping[str, Any]) -> str | None:
+    """Return how the served side rounded MX scales; None where the recipe names no rounding, or it is the metal's own.
+
+    vLLM on hardware with one way to round them has that; on hardware with several it is the target's kernels that run.
+    """
+    if job.setting.recipe.target.mx_scales is None:
+        return None
+    if job.setting.recipe.evaluation.runtime == "reference":
+        return str(launch.get("mx_scales", "even"))
+    row = hardware.table().get(launch["device"]["hardware"])
+    return row.mx_scales[0] if row is not None and len(row.mx_scales) == 1 else None

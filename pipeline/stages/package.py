@@ -428,9 +428,10 @@ def _evaluated(entries: Mapping[str, Entry]) -> Iterator[DatasetRecord]:
         for _, datasets in sorted(fetched.items()):
             for dataset in datasets:
                 yield DatasetRecord("evaluation", dataset["path"], dataset["commit"], None)
-    for key, name in (("canary-baseline", "canary prompts"), ("acceptance-baseline", "speculative decoding's prompts")):
-        if key in entries:
-            yield DatasetRecord("evaluation", name, None, _settings(entries[key])["prompts"])
+    named = {"canary": "canary prompts", "kl": "kl prompts", "acceptance": "speculative decoding's prompts"}
+    for key, name in named.items():
+        if (entry := entries.get(f"{key}-baseline")) is not None:
+            yield DatasetRecord("evaluation", name, None, _settings(entry)["prompts"])
 
 
 def _tools(entries: Mapping[str, Entry]) -> dict[str, str]:

@@ -87,6 +87,7 @@ class QuantizeStage(Stage):
             "trust_remote_code": setting.recipe.trust_remote_code,
             **library,
             **_revisions(quantization, setting.config),
+            **({} if quantization.algorithm == "none" else setting.recipe.mx_settings),
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:
@@ -264,6 +265,7 @@ def _rounded(
         GptqSettings.of(quantization.parameters),
         activation_bytes=section.activation_bytes,
         trust_remote_code=trust,
+        mx_scales=job.setting.recipe.mx_scales,
     )
     rounded = quantize_layers(request, partial(job.progress.bar, unit="layer samples"))
     write_json(job.path / GAINS, {name: asdict(gain) for name, gain in sorted(rounded.gains.items())})

@@ -11,6 +11,8 @@ from quantmint.pipeline.stages.canary import CanaryStage
 from quantmint.pipeline.stages.draft import DraftStage
 from quantmint.pipeline.stages.evaluate import ControlStage, EvaluateStage
 from quantmint.pipeline.stages.gate import GateStage
+from quantmint.pipeline.stages.kl import KlStage
+from quantmint.pipeline.stages.layout import LayoutStage
 from quantmint.pipeline.stages.long_context import LongContextStage
 from quantmint.pipeline.stages.package import PackageStage, SignStage
 from quantmint.pipeline.stages.publish import PublishStage
@@ -32,10 +34,13 @@ STAGES: Final[tuple[Stage, ...]] = (
     DraftStage(),
     ServeStage("baseline"),
     CanaryStage("baseline"),
+    KlStage("baseline"),
     AcceptanceStage("baseline"),
     ServeStage("candidate"),
     CanaryStage("candidate"),
+    KlStage("candidate"),
     AcceptanceStage("candidate"),
+    LayoutStage(),
     EvaluateStage("baseline"),
     ControlStage(),
     ToolCallsStage("baseline"),

@@ -209,9 +209,14 @@ def _answers(entry: Entry, task: str) -> flips.Answers:
 
 
 def _prompts(setting: Setting, gate: GateReport) -> dict[str, str]:
-    if gate.canary is None:
+    named = {
+        name
+        for part in (gate.canary, gate.kl)
+        if part is not None
+        for name in (*(text for text, _ in part.worst), *part.unanswered)
+    }
+    if not named:
         return {}
-    named = {name for name, _ in gate.canary.worst} | set(gate.canary.unanswered)
     return {prompt.name: prompt.text for prompt in prompts.load(setting.suite.canary) if prompt.name in named}
 
 

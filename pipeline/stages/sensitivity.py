@@ -21,7 +21,7 @@ from quantmint.calibration.room import measuring
 from quantmint.calibration.sensitivity import ModuleChange, Tensors, measure
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.base.hardware import hardware
-from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.base.schemes import ActivationFormat, MxScales, activations_on, scheme
 from quantmint.pipeline.quantize.budget import Group, Option, Roofline
 from quantmint.pipeline.quantize.device import resolve_devices
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
@@ -83,6 +83,7 @@ class SensitivityStage(Stage):
             **_gptq(recipe.quantization),
             **data_identity(recipe.calibration, setting.commits),
             "trust_remote_code": recipe.trust_remote_code,
+            **recipe.mx_settings,
         }
 
     def run(self, job: Job) -> Output:
@@ -101,9 +102,10 @@ class SensitivityStage(Stage):
             model = replica(folder, resolve_devices(job.setting.device)[0], trust_remote_code=trust)
             groups = _groups(structure.linear)
             gptq = _gptq(recipe.quantization)
-            changes = _Changes(model, groups, structure.linear, names, gptq)
+            changes = _Changes(model, groups, structure.linear, names, gptq, recipe.mx_scales)
             with job.progress.bar(2 * len(model.walkable.layers) * len(samples), "layer samples") as advance:
-                costs = measure(model, samples, changes, job.path / _WORK, [names, gptq], advance=advance)
+                key = [names, gptq, *recipe.mx_settings.values()]
+                costs = measure(model, samples, changes, job.path / _WORK, key, advance=advance)
         priced_groups = [
             _group_entry(name, modules, structure.linear, names, costs) for name, modules in groups.items()
         ]
@@ -226,7 +228,9 @@ class _Changes:
         linear: Mapping[str, tuple[int, int]],
         schemes: Sequence[str],
         parameters: Mapping[str, float | int | bool],
+        mx_scales: MxScales = "even",
     ) -> None:
+        self._mx_scales = mx_scales
         self._gptq_parameters, self._hessians = parameters, dict[str, "torch.Tensor"]()
         self._model, self._linear, self._groups, self._schemes = model.model, linear, groups, schemes
         self._own, self._dtype = sources(model.model, model.owned), model.model.dtype
@@ -257,7 +261,8 @@ class _Changes:
         """
         with ExitStack() as stack:
             rounds: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
-            shared = cache(partial(_entering, name))  # the same input is rounded once where it meets the same function
+            # The same input is rounded once where it meets the same function.
+            shared = cache(partial(_entering, activations_on(name, self._mx_scales)))
             for module in modules:
                 weight_name, site, scale = self._own[module], self._site(module), None
                 if scheme(name).needs_ranges:
@@ -308,8 +313,8 @@ def _kernel(name: str) -> str:
 class _entering:  # noqa: N801 - a function with a memory
     """A function that rounds layer inputs as a scheme serves them, and rounds the same tensor once."""
 
-    def __init__(self, name: str, scale: float | None) -> None:
-        self._row = scheme(name).activations
+    def __init__(self, activations: ActivationFormat, scale: float | None) -> None:
+        self._row = activations
         self._scale = None if scale is None else torch.tensor(scale)
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -18,13 +18,15 @@ from quantmint.eval.workloads import Workload
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import needs
 from quantmint.pipeline.base.machine import Device, versions
+from quantmint.pipeline.base.schemes import has_mx_activations
 from quantmint.pipeline.quantize.digest import template_digest, tokenizer_digest
 from quantmint.pipeline.recipe.modules import assigned
 from quantmint.pipeline.recipe.schema import Quantization, Recipe
 from quantmint.pipeline.serving.host.detect import local_device
+from quantmint.pipeline.serving.knobs.overrides import LAYOUT
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config
-from quantmint.pipeline.serving.plan import LaunchPlan
+from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target, profile
@@ -223,6 +225,7 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
             max_model_len=recipe.target.max_model_len,
             kv_cache_dtype="auto" if side == "baseline" else recipe.quantization.kv_cache,
             trust_remote_code=recipe.trust_remote_code,
+            mx_scales=recipe.mx_scales if has_mx_activations(recipe.quantization.schemes) else "even",
         )
     tunableop = setting.loaded.tunableop
     source = facts_of_config(setting.config)
@@ -253,6 +256,33 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
         layout=baseline.layout,
     )
     return plan_serving(candidate)
+
+
+def single_plan(setting: Setting, model: Path) -> LaunchPlan:
+    """Return the plan of the candidate on a single accelerator. Raises `UserError` where it does not fit there."""
+    recipe = setting.recipe
+    if recipe.evaluation.runtime == "reference":
+        return launch_plan(setting, "candidate", model)
+    request = serving_request(
+        recipe,
+        setting.workload,
+        parse_target(f"{recipe.target.hardware}:1"),
+        model=model,
+        facts=facts_made(facts_of_config(setting.config), recipe.quantization),
+        vllm_version=NEWEST_READ if setting.vllm is None else setting.vllm.version,
+    )
+    knobs = {name: value for name, value in request.overrides.items() if name not in LAYOUT}
+    return plan_serving(
+        replace(
+            request,
+            purpose="measure",
+            kv_cache_dtype=recipe.quantization.kv_cache,
+            cpu_threads=os.cpu_count() or 1,
+            layout=ParallelLayout(),
+            overrides=knobs,
+            servers_per_gpu=1,
+        )
+    )
 
 
 def serving_request(

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from quantmint.calibration.elements import ELEMENT_TYPES
 from quantmint.pipeline.base.schemes import ActivationFormat, table
 from quantmint.pipeline.quantize.rounding import round_activations, round_fp8, round_mx
 from quantmint.pipeline.quantize.schemes.mx import mxfp4
@@ -120,3 +121,22 @@ def _fp8(values: torch.Tensor) -> torch.Tensor:
 
 def _fp8_rows(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([_fp8(row) for row in x])
+
+
+@pytest.mark.parametrize("dtype", ["e2m1", "e2m3", "e3m2", "e4m3"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_scales_rounded_up_are_the_least_that_cut_nothing(dtype: str, kind: torch.dtype) -> None:
+    """The scale is 2 ** ceil(log2(amax / largest)), computed here from its definition in float64."""
+    element = ELEMENT_TYPES[dtype]
+    x = (torch.randn(512, 32, generator=torch.Generator().manual_seed(3)) * 3).to(kind)
+    x[0, 0], x[0, 1:] = element.largest, 0.5  # exactly representable: no larger scale is needed
+    found = round_mx(x, dtype, "up").double()
+    amax = x.double().abs().amax(-1, keepdim=True)
+    scale = 2.0 ** torch.ceil(torch.log2(amax / element.largest))
+    assert (amax / scale <= element.largest).all()
+    exponent = torch.floor(torch.log2((x.double() / scale).abs().clamp_min(2.0**-60))).clamp_min(element.least_exponent)
+    step = 2.0 ** (exponent - element.mantissa_bits)
+    expected = ((x.double() / scale / step).round() * step).clamp(-element.largest, element.largest) * scale
+    assert torch.equal(found, expected)
+    # In E4M3 a mantissa from 1.75 on rounds up in either way, and 1.75 is that of its largest element.
+    assert torch.equal(found, round_mx(x, dtype).double()) == (dtype == "e4m3")

@@ -63,8 +63,8 @@ CASES = {
     ),
     "scalar for a section": (
         OK + "gate: strict\n",
-        'r.yaml:4:7: gate: found "strict", expected a mapping with accuracy, canary, throughput, acceptance, tools, '
-        "long, reasoning",
+        'r.yaml:4:7: gate: found "strict", expected a mapping with accuracy, canary, kl, layout, throughput, '
+        "acceptance, tools, long, reasoning",
     ),
     "number for text": (
         "name: r\nsource: {repo: org/model, revision: 1.0}\nquantization: {scheme: fp8}\n",

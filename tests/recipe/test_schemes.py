@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from quantmint.pipeline.base.errors import RecipeError
 from quantmint.pipeline.base.schemes import WRITES, scheme, table
 from quantmint.pipeline.quantize.formats.layout import stores, weight_tensors
+from quantmint.pipeline.recipe.load import load_recipe, recipe_of
 
 OUT, IN = 4096, 14336
 
@@ -42,3 +46,24 @@ def test_every_layout_is_there_or_refused_with_a_reason() -> None:
         assert not {*row.formats} & {*dict(row.refused)}
         assert all(row.makers(layout) for layout in row.formats), row.name
         assert set(row.engines) <= set(WRITES)
+
+
+@pytest.mark.parametrize(("hardware", "mx_scales"), [("mi355x", "up"), ("mi355x", "even"), ("mi300x", "even")])
+def test_a_target_rounds_mx_scales_as_its_kernels_can(hardware: str, mx_scales: str) -> None:
+    target = {"hardware": hardware, "mx_scales": mx_scales}
+    sections = {"source": {"folder": "."}, "quantization": {"scheme": "mxfp4"}, "target": target}
+    assert recipe_of(sections).recipe.mx_settings == {"mx_scales": mx_scales}
+    plain = recipe_of({**sections, "target": {"hardware": hardware}}).recipe
+    assert plain.mx_settings == {}
+    assert "mx_scales" not in plain.target.model_dump()
+    dense = recipe_of({**sections, "quantization": {"scheme": "ptpc_fp8"}}).recipe
+    assert dense.mx_settings == {}
+
+
+def test_a_rounding_that_no_kernel_of_the_target_has_is_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "name: r\nsource: {folder: .}\nquantization: {scheme: mxfp4}\ntarget: {hardware: mi300x, mx_scales: up}\n"
+    )
+    with pytest.raises(RecipeError, match=r'4:.*target.mx_scales: found "up", expected even, by the kernels of mi300x'):
+        load_recipe(str(recipe))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -80,8 +81,12 @@ def _declared(subject: ReleaseUnderTest, section: Quantization) -> Iterator[str]
         yield f"the recipe asks for the KV cache {section.kv_cache}, config.json declares {declared}"
 
 
-def check_structure(subject: ReleaseUnderTest) -> ReleaseCheck:
-    """Check the structure of the checkpoint as `quantmint inspect` does; the release's own code is never run."""
+def check_structure(subject: ReleaseUnderTest, source: Path | None = None) -> ReleaseCheck:
+    """Check the checkpoint as `quantmint inspect` does, against the model ``source`` where it is known.
+
+    The release's own code is never run. With a source the error of every weight is measured, and configuration,
+    template and tokenizer must be the source's.
+    """
     subject.object("config.json")
     checkpoint = open_checkpoint(subject.folder)
     try:
@@ -93,7 +98,14 @@ def check_structure(subject: ReleaseUnderTest) -> ReleaseCheck:
             return not_checked("structure", error.message)
         raise
     with subject.progress.bar(checkpoint.nbytes, "B") as advance:
-        inspection = inspect_checkpoint(checkpoint, structure, advance=advance)
+        original = None if source is None else open_checkpoint(source)
+        inspection = inspect_checkpoint(
+            checkpoint,
+            structure,
+            source=original,
+            source_structure=None if original is None else read_structure(original.folder, original.tensors),
+            advance=advance,
+        )
     faults = [f"{finding.rule}: {finding.where}: {finding.message}" for finding in inspection.findings]
     faults += _draft_faults(subject)
     return conclude("structure", faults, f"{layout_of(checkpoint.config).name}: {inspection.summary()}")

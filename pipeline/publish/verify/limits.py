@@ -52,7 +52,8 @@ def compare_with_recipe(
         return LimitsComparison((*faults, *_stated(recipe, recorded)), (reason,))
     faults += _counts(recipe, suite, measurements)
     judged_by = recipe.judged(suite.judged_by(recipe.gate.accuracy.margins))
-    expected = recipe.gate.policy(judged_by, recipe.target.hardware, recipe.quantization.schemes)
+    target = recipe.target
+    expected = recipe.gate.policy(judged_by, target.hardware, recipe.quantization.schemes, target.mx_scales)
     unknown: list[str] = []
     for change in _differing(expected.to_json(), recorded.policy):
         sentence = f"{change.path[2:]} is {change.new}, not {change.old}"
@@ -96,6 +97,9 @@ def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
             None if gate.acceptance is None else gate.acceptance.margin,
             None if policy.acceptance is None else policy.acceptance.margin,
         ),
+        "kl.max": (gate.kl and gate.kl.max, policy.kl and policy.kl.max),
+        "layout.max": (gate.layout and gate.layout.max, policy.layout and policy.layout.max),
+        "kl.confidence": (gate.kl and gate.kl.confidence, policy.kl and policy.kl.confidence),
     } | {f"margins.{task}": (margin, policy.margins.get(task)) for task, margin in gate.accuracy.margins.items()}
     for name, (expected, actual) in stated.items():
         if expected != actual:

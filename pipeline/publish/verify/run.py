@@ -36,11 +36,13 @@ def verify(
     tag: str | None = None,
     expected: ExpectedName | None = None,
     relaunch: Relaunch | None = None,
+    source: Path | None = None,
 ) -> tuple[ReleaseCheck, ...]:
     """Check the release in ``folder``; nothing is written, none of its code is run, none of its pages is opened.
 
     ``tag`` and ``expected`` tell which release should be there. ``relaunch`` plans the serving commands of its card;
-    None leaves them unchecked. Raises `UserError` when the folder has no release.
+    None leaves them unchecked. ``source`` is the folder of the model that the checkpoint was made from (None: the
+    checkpoint is inspected by itself). Raises `UserError` when the folder has no release.
     """
     root = folder.resolve()
     content = listing(root)
@@ -56,7 +58,7 @@ def verify(
         "signature": partial(files.check_signature, trust=trust),
         "provenance": files.check_provenance,
         "recipe": checkpoint.check_recipe,
-        "structure": checkpoint.check_structure,
+        "structure": partial(checkpoint.check_structure, source=source),
         "gate": checkpoint.check_gate,
         "report": documents.check_report,
         "card": partial(documents.check_card, relaunch=relaunch),

@@ -51,7 +51,7 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
         folder = layers_folder(request.work)
         steps = [step for plan in request.plans for step in plan.steps]
         weights = ModelWeights(replicas[0], request.structure, steps)
-        inputs = ServedInputs(request.choice, request.ranges)
+        inputs = ServedInputs(request.choice, request.ranges, request.mx_scales)
         scaling = None
         if settings.scaling:
             scaling = ChannelScaling(replicas[0], weights, inputs, request.choice, request.batches[0])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantmint.pipeline.base.schemes import MxScales
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.model.structure import Structure
@@ -50,7 +51,8 @@ class GptqRequest:
     ``plans`` lay out the checkpoint's files, ``folder`` is the source model. ``batches`` are int64 token ids of [batch,
     sequence], which the ``devices`` share. ``ranges`` are largest magnitudes behind static scales of inputs, by the
     scales' tensor names. ``work`` holds what an interrupted run resumes from. Hidden states take at most
-    ``activation_bytes`` of host memory (None: a quarter of the free memory).
+    ``activation_bytes`` of host memory (None: a quarter of the free memory). ``mx_scales`` is how the target rounds the
+    scales of microscaling inputs.
     """
 
     plans: tuple[ShardPlan, ...]
@@ -64,6 +66,7 @@ class GptqRequest:
     settings: GptqSettings
     activation_bytes: int | None = None
     trust_remote_code: bool = False
+    mx_scales: MxScales = "even"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from quantmint.calibration.hessians import InputStatistics, Rounding
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica, sources
 from quantmint.pipeline.base.errors import StageError
-from quantmint.pipeline.base.schemes import ActivationFormat, scheme
+from quantmint.pipeline.base.schemes import ActivationFormat, MxScales, activations_on
 from quantmint.pipeline.quantize.engines.stream.plan import Step
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.gptq.runner import InputRoundings
@@ -130,8 +130,8 @@ class ServedInputs:
     ``changed`` holds, by name, the ranges that scaling replaced.
     """
 
-    def __init__(self, choice: Choice, ranges: Mapping[str, torch.Tensor]) -> None:
-        self._choice, self._ranges = choice, dict(ranges)
+    def __init__(self, choice: Choice, ranges: Mapping[str, torch.Tensor], mx_scales: MxScales = "even") -> None:
+        self._choice, self._ranges, self._mx_scales = choice, dict(ranges), mx_scales
         self.changed: dict[str, float] = {}
         self.is_ranged = any(name.endswith(".input_scale") for name in ranges)
 
@@ -139,7 +139,8 @@ class ServedInputs:
         """Return the rounding of a step's input by its range; ``largest`` magnitudes replace the range, if any."""
         limit = self._ranges.get(f"{step.name}.input_scale")
         limit = limit if limit is None or largest is None else largest.amax()
-        return _rounding(scheme(self._choice.schemes[step.name]).activations, None if limit is None else float(limit))
+        activations = activations_on(self._choice.schemes[step.name], self._mx_scales)
+        return _rounding(activations, None if limit is None else float(limit))
 
     def roundings(self, weights: ModelWeights, layer: str | None = None) -> InputRoundings:
         """Return the roundings of the inputs of all modules that GPTQ rounds, or of those in ``layer``."""

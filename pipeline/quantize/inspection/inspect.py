@@ -17,6 +17,7 @@ from quantmint.pipeline.quantize.engines.algorithms import Alters, recorded_alte
 from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, TensorInfo
 from quantmint.pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of
+from quantmint.pipeline.quantize.inspection.companions import check_companions
 from quantmint.pipeline.quantize.inspection.findings import (
     Inspection,
     InspectionFinding,
@@ -65,7 +66,7 @@ def inspect_checkpoint(
         checkpoint: the quantized checkpoint.
         structure: the structure of the checkpoint's model.
         source: the model that the checkpoint was made from; with it the error of every layer is measured, and
-            untouched tensors are compared, both with the decoded source.
+            untouched tensors are compared, both with the decoded source; so are configuration, template and tokenizer.
         source_structure: the structure of the source; without it ``structure`` must be the source's.
         expected: facts known of the checkpoint beforehand.
         allow_unit_kv_scales: accept KV scales of exactly 1.0, for a checkpoint that asks for them.
@@ -75,7 +76,7 @@ def inspect_checkpoint(
     expected = expected or Expectations()
     form = layout_of(checkpoint.config)
     claims = form.claims(checkpoint.config["quantization_config"], [*structure.quantizable, *structure.kept])
-    findings = _structure_findings(checkpoint, structure, claims)
+    findings = _structure_findings(checkpoint, structure, claims, source)
     stored = expected_tensors(checkpoint, structure, claims)
     cached = [name for attention in structure.attention for name in form.kv_scale_names(attention)]
     cached = [name for name in cached if claims.kv_cache and name in checkpoint.tensors]
@@ -107,9 +108,15 @@ def inspect_checkpoint(
     )
 
 
-def _structure_findings(checkpoint: Checkpoint, structure: Structure, claims: Claims) -> list[InspectionFinding]:
-    """Check the tensors' names, shapes and dtypes, and that the configuration quantizes at least one module."""
-    findings = list(check_structure(checkpoint, structure, claims))
+def _structure_findings(
+    checkpoint: Checkpoint, structure: Structure, claims: Claims, source: Checkpoint | None
+) -> list[InspectionFinding]:
+    """Check the tensors' names, shapes and dtypes, that the configuration quantizes a module, and the files beside it.
+
+    The files beside the weights are compared with the source's, where there is one.
+    """
+    findings = [] if source is None else list(check_companions(checkpoint.folder, source.folder))
+    findings += check_structure(checkpoint, structure, claims)
     if not any(claims.schemes.values()) and not claims.unknown:
         findings.append(
             InspectionFinding("not quantized", str(checkpoint.folder), "the configuration quantizes no module at all")

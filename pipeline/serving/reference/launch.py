@@ -15,7 +15,13 @@ _ROOT = Path(__file__).parents[4]  # the folder to import `quantmint` from
 
 
 def reference_plan(
-    model: Path, *, served_model_name: str, max_model_len: int, kv_cache_dtype: str, trust_remote_code: bool = False
+    model: Path,
+    *,
+    served_model_name: str,
+    max_model_len: int,
+    kv_cache_dtype: str,
+    trust_remote_code: bool = False,
+    mx_scales: str = "even",
 ) -> LaunchPlan:
     """Return the plan of a checkpoint on the reference runtime; its device is chosen at the start."""
     return LaunchPlan(
@@ -26,6 +32,7 @@ def reference_plan(
             *("--served-model-name", served_model_name),
             *("--max-model-len", str(max_model_len)),
             *(() if kv_cache_dtype == "auto" else ("--kv-cache-dtype", kv_cache_dtype)),
+            *(() if mx_scales == "even" else ("--mx-scales", mx_scales)),
             *(("--trust-remote-code",) if trust_remote_code else ()),
         ),
         served_model_name=served_model_name,

@@ -5,11 +5,13 @@ Only the process that runs the model imports this module.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 import torch
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoTokenizer, GenerationConfig
@@ -140,3 +142,27 @@ def prompt_logprobs(
                torch.cat((actual, values), 1).tolist(), strict=True)  # fmt: skip
     entries = ({str(token): {"logprob": value} for token, value in zip(*row, strict=True)} for row in rows)
     return [None, *entries]
+
+
+def keep_logprobs(loaded: ReferenceModel, ids: Sequence[int], places: Sequence[int], path: str) -> None:
+    """Write the log probabilities of the whole vocabulary, float32 [places, vocabulary], to the file ``path``.
+
+    They are of the tokens that follow those at ``places``, indices into ``ids``.
+    """
+    np.save(path, _logprobs(loaded, ids, places).numpy(), allow_pickle=False)
+
+
+def divergences(loaded: ReferenceModel, ids: Sequence[int], places: Sequence[int], path: str) -> list[float | None]:
+    """Return KL(P || Q) in nats at each of ``places``, summed in float64; None where it is not finite.
+
+    P is what `keep_logprobs` wrote to ``path``, Q this model's distribution.
+    """
+    baseline = torch.from_numpy(np.load(path, allow_pickle=False)).double()
+    terms = baseline.exp() * (baseline - _logprobs(loaded, ids, places).double())
+    values: list[float] = terms.masked_fill(baseline.isneginf(), 0.0).sum(-1).tolist()
+    return [value if math.isfinite(value) else None for value in values]
+
+
+def _logprobs(loaded: ReferenceModel, ids: Sequence[int], places: Sequence[int]) -> torch.Tensor:
+    rows = logits_of(loaded, torch.tensor([ids], device=loaded.device))[0, list(places)]
+    return rows.float().log_softmax(-1).cpu()

@@ -15,7 +15,13 @@ from quantmint.calibration.replica import Renaming, owners
 from quantmint.calibration.weights import Shards, Weights, held, settle_buffers
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import versions
-from quantmint.pipeline.base.schemes import ELEMENT_KINDS, ActivationFormat
+from quantmint.pipeline.base.schemes import (
+    ELEMENT_KINDS,
+    ActivationFormat,
+    MxScales,
+    activations_on,
+    has_mx_activations,
+)
 from quantmint.pipeline.base.schemes import scheme as row_of
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Claims, layout_of
@@ -46,8 +52,8 @@ class ReferenceModel:
         return "fp8" if self.kv_scales else "auto"
 
 
-def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> ReferenceModel:
-    """Load a model or checkpoint onto a device in float32.
+def load(folder: Path, device: str, *, trust_remote_code: bool = False, mx_scales: MxScales = "even") -> ReferenceModel:
+    """Load a model or checkpoint onto a device in float32; ``mx_scales`` rounds the scales of MX inputs.
 
     Raises `UserError` for a checkpoint that is incomplete, contradicts its configuration, or cannot be represented.
     """
@@ -63,10 +69,12 @@ def load(folder: Path, device: str, *, trust_remote_code: bool = False) -> Refer
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # one GEMM for each expert, whose inputs hooks can round
     loader = CheckpointLoader(checkpoint, structure, claims, model, device)
+    loader.mx_scales = mx_scales
     loader.load_weights()
     loader.round_activations()
     schemes = sorted({scheme for scheme in claims.schemes.values() if scheme is not None})
-    return ReferenceModel(model, device, loader.kv_scales(), runtime_words(schemes, fp8_cache=claims.kv_cache))
+    words = runtime_words(schemes, fp8_cache=claims.kv_cache, mx_scales=mx_scales)
+    return ReferenceModel(model, device, loader.kv_scales(), words)
 
 
 def _claims(checkpoint: Checkpoint, structure: Structure) -> Claims:
@@ -105,7 +113,7 @@ def reference_version() -> str:
     return f"transformers {versions('transformers')['transformers']}"
 
 
-def runtime_words(schemes: Iterable[str], *, fp8_cache: bool) -> str:
+def runtime_words(schemes: Iterable[str], *, fp8_cache: bool, mx_scales: MxScales = "even") -> str:
     """Return the arithmetic for a checkpoint with these schemes, in words; no schemes mean 16-bit weights."""
     rows = [row_of(scheme) for scheme in schemes]
     rounded = [row.activations for row in rows if row.activations.kind != "none"]
@@ -115,6 +123,8 @@ def runtime_words(schemes: Iterable[str], *, fp8_cache: bool) -> str:
     words = [f"{reference_version()} in float32", "dequantized weights" if rows else "16-bit weights"]
     if kinds:
         words.append(f"simulated {' and '.join(kinds)} activations")
+    if mx_scales != "even" and has_mx_activations(row.name for row in rows):
+        words.append(f"MX scales rounded {mx_scales}")
     if fp8_cache:
         words.append("FP8 KV cache")
     return ", ".join(words)
@@ -128,6 +138,7 @@ class CheckpointLoader:
 
     def __init__(self, checkpoint: Checkpoint, structure: Structure, claims: Claims, model: Any, device: str) -> None:
         self._checkpoint, self._inside, self._model, self._device = checkpoint, structure.modules, model, device
+        self.mx_scales: MxScales = "even"
         self._read, self._kv_names = Reader(checkpoint), {}
         self._schemes = {module: scheme for module, scheme in claims.schemes.items() if scheme is not None}
         self._stored = expected_tensors(checkpoint, structure, claims) if self._schemes else {}
@@ -156,7 +167,7 @@ class CheckpointLoader:
         rename = Renaming(self._model)
         for module, tensors in self._stored.items():
             served = row_of(self._schemes[module])
-            row = served.activations
+            row = activations_on(served.name, self.mx_scales)
             if row.kind == "none":
                 continue
             named = next((stored.name for stored in tensors if stored.role == served.input_scale_role), None)

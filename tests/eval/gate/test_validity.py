@@ -187,3 +187,22 @@ def test_a_task_that_shows_nothing_is_void(
     assert len(reasons) == (words is not None)
     assert words is None or words in reasons[0]
     assert not [f for f in faults(found, dataclasses.replace(judged, margins={})) if f.subject == "tiny_facts"]
+
+
+@pytest.mark.parametrize(
+    ("rounded", "target", "is_void"),
+    [("even", "up", True), ("up", "even", True), ("up", "up", False), (None, "up", False), ("even", None, False)],
+)
+def test_a_proof_by_another_rounding_than_the_target_s_is_void(
+    measurements: Measurements, policy: Policy, rounded: str | None, target: str | None, is_void: bool
+) -> None:
+    """None of the candidate is the metal itself, None of the target a recipe that names no rounding."""
+    candidate = dataclasses.replace(measurements.candidate, mx_scales=rounded)
+    report = judge(
+        dataclasses.replace(measurements, candidate=candidate), dataclasses.replace(policy, mx_scales=target)
+    )
+    void = [finding.reason for finding in report.findings if finding.subject == "rounding"]
+    assert bool(void) == is_void
+    assert (report.verdict is Verdict.INVALID) == is_void
+    assert ("mx_scales" in report.policy.to_json()) == (target is not None)
+    assert ("mx_scales" in candidate.to_json()) == (rounded is not None)

@@ -11,6 +11,7 @@ import pytest
 from markupsafe import Markup
 
 from quantmint.eval.gate import Policy
+from quantmint.eval.kl import Divergences, KlPolicy, TextDivergence
 from quantmint.eval.measurements import StructureCheck
 from quantmint.eval.report import accuracy, flips, layers, page, run, throughput
 from quantmint.eval.report.model import Flip, Report
@@ -185,3 +186,17 @@ def test_figures_of_several_gpus_are_those_of_one(report: Report) -> None:
     text = page.render(made.report(replace(known, launches=launches), made.policy()))
     assert "output tokens/s per GPU" in text
     assert "one server has 8 GPUs" in text
+
+
+@pytest.mark.parametrize(("total", "verdict"), [(0.02, "PASS"), (0.2, "FAIL")])
+def test_a_promised_divergence_has_a_section_and_a_tile(total: float, verdict: str) -> None:
+    texts = tuple(TextDivergence(f"text {n}", 10, 10 * total * (1 + n / 100)) for n in range(20))
+    known = made.measurements(kl=Divergences(True, texts))
+    report = made.report(known, made.policy(kl=KlPolicy(0.05)))
+    text = page.render(report)
+    assert sections(text) == [*SECTIONS[:5], "kl", *SECTIONS[5:]]
+    assert report["gate"]["kl"]["exact"]
+    kl = text.partition('id="kl"')[2].partition("</section>")[0]
+    assert verdict in kl
+    assert "at most 0.05" in kl
+    assert "KL divergence, nats" in text.partition('id="kl"')[0]

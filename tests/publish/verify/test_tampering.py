@@ -284,3 +284,22 @@ def test_the_gate_judges_what_the_manifest_lists_and_nothing_else(release: Path,
     (release / MANIFEST).unlink()
     (release / SIGNATURE).write_text("{}")
     assert [reason.endswith("but has no quantmint.json that lists what was.") for reason in told()[1]] == [True]
+
+
+def test_a_release_is_compared_with_its_source(
+    release: Path, models: Models, quantmint: Quantmint, tmp_path: Path
+) -> None:
+    """Whoever has the 16-bit model needs to trust nobody: its weights and what lies beside them are compared."""
+    alone = quantmint("release", "verify", release, "--unsigned", "--json")
+    with_source = quantmint("release", "verify", release, "--unsigned", "--source", models("llama"), "--json")
+    assert with_source.code == alone.code
+    structure = next(check for check in json.loads(with_source.out)["checks"] if check["name"] == "structure")
+    assert structure["outcome"] == "OK"
+    assert "least SQNR" in structure["reason"]
+    source = tmp_path / "another"
+    shutil.copytree(models("llama"), source)
+    edit(source / "config.json", lambda config: config["rope_parameters"].update(rope_theta=123.0))
+    other = quantmint("release", "verify", release, "--unsigned", "--source", source, "--json")
+    assert other.code == 1
+    structure = next(check for check in json.loads(other.out)["checks"] if check["name"] == "structure")
+    assert "other configuration: config.json: rope_parameters.rope_theta" in structure["reason"]

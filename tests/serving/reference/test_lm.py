@@ -14,7 +14,14 @@ import torch
 from lm_eval.api.instance import Instance
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.serving.reference.lm import ReferenceLM, load_tokenizer, logits_of, prompt_logprobs
+from quantmint.pipeline.serving.reference.lm import (
+    ReferenceLM,
+    divergences,
+    keep_logprobs,
+    load_tokenizer,
+    logits_of,
+    prompt_logprobs,
+)
 from quantmint.pipeline.serving.reference.model import ReferenceModel, load
 
 CONTEXTS = ("w5 w6 w7", "w9", "w40 w41 w42 w43 w44 w45 w46", "w9 w10")
@@ -157,3 +164,21 @@ def test_the_file_of_generation_says_where_answers_end_and_nothing_else(
     assert {2, 9} <= set(config.eos_token_id)
     assert config.repetition_penalty in (None, 1.0)
     assert not config.do_sample
+
+
+def test_divergences_are_those_of_the_whole_vocabulary(
+    llama: ReferenceModel, quantize: Any, models: Any, tmp_path: Path
+) -> None:
+    candidate = load(quantize("llama", "compressed-tensors").folder, "cpu")
+    ids, places, path = list(range(4, 40)), (3, 10, 20, 34), str(tmp_path / "baseline.npy")
+    keep_logprobs(llama, ids, places, path)
+    expected = []
+    for place in places:
+        first, other = (
+            logits_of(side, torch.tensor([ids[: place + 1]]))[0, -1].double().log_softmax(-1)
+            for side in (llama, candidate)
+        )
+        expected.append(float((first.exp() * (first - other)).sum()))
+    assert divergences(candidate, ids, places, path) == pytest.approx(expected, rel=1e-3)
+    assert min(expected) > 1e-5
+    assert divergences(llama, ids, places, path) == pytest.approx([0.0] * len(places), abs=1e-9)

@@ -175,3 +175,14 @@ def _without_hooks(module: Any) -> Any:
 def _by_token(x: torch.Tensor) -> torch.Tensor:
     scale = x.abs().amax(-1, keepdim=True) / 448
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def test_the_target_s_rounding_of_mx_scales_reaches_every_input(quantize: Any) -> None:
+    """Rounded up, no input of a layer is cut; the runtime says so, and what it says of texts changes."""
+    folder = quantize("llama", "quark", scheme="mxfp4", kv_cache=False).folder
+    even, up = (load(folder, "cpu", mx_scales=mode) for mode in ("even", "up"))
+    assert "MX scales rounded up" in up.runtime
+    assert "MX scales" not in even.runtime
+    ids = torch.arange(4, 60)[None]
+    with torch.no_grad():
+        assert not torch.equal(even.model(ids).logits, up.model(ids).logits)
