@@ -128,14 +128,8 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
     findings += accuracy.unmeasured(measurements, policy, broken=broken)
     findings += throughput.judge(cells, measurements, policy, broken=broken)
     findings += canary_findings
-    accepted, faults = _acceptance(measurements, policy, broken=broken)
+    endpoints, faults = _endpoints(measurements, policy, broken=broken)
     findings += faults
-    by_position, long_findings = _long(measurements, policy)
-    findings += long_findings
-    divergence, kl_findings = _kl(measurements, policy)
-    findings += kl_findings
-    layouts, layout_findings = _layout(measurements, policy)
-    findings += layout_findings
     structure = measurements.structure
     for reason in structure.reasons or ("The files are complete and as the scheme says.",):
         findings.append(Finding("structure", "checkpoint", structure.verdict, sentence(reason)))
@@ -151,10 +145,7 @@ def judge(measurements: Measurements, policy: Policy) -> GateReport:
         looks=looks,
         control=again,
         canary=measurements.canary,
-        acceptance=accepted,
-        long=by_position,
-        kl=divergence,
-        layout=layouts,
+        **endpoints,
         throughput=tuple(cells),
         headlines=tuple(headlines(measurements, cells)),
         policy=policy,
@@ -186,6 +177,18 @@ def _canary(measurements: Measurements, policy: Policy) -> list[Finding]:
         return [Finding("canary", "prompts", Verdict.INVALID, "The canary decides, but was not measured.")]
     verdict, reason = canary.judge(measurements.canary, policy.canary)
     return [Finding("canary", "prompts", verdict, sentence(reason[:1].upper() + reason[1:]))]
+
+
+def _endpoints(measurements: Measurements, policy: Policy, *, broken: bool) -> tuple[dict[str, Any], list[Finding]]:
+    """Return the figures of each further endpoint, by its field in a report, and the findings on all of them."""
+    judged = {
+        "acceptance": _acceptance(measurements, policy, broken=broken),
+        "long": _long(measurements, policy),
+        "kl": _kl(measurements, policy),
+        "layout": _layout(measurements, policy),
+    }
+    findings = [finding for _, of_endpoint in judged.values() for finding in of_endpoint]
+    return {name: figures for name, (figures, _) in judged.items()}, findings
 
 
 def _acceptance(measurements: Measurements, policy: Policy, *, broken: bool) -> tuple[Acceptance | None, list[Finding]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quantmint.eval import record
@@ -83,21 +84,7 @@ class GateStage(Stage):
 
     def run(self, job: Job) -> Output:
         """Judge the measurements, and record them with the verdict."""
-        samples: dict[str, Both] = {}
-        control: dict[str, SampleSet] = {}
-        chance: dict[str, float] = {}
-        for family, task in () if self.stopped else measured_tasks(job.setting):
-            baseline, candidate = (read_samples(job.inputs[f"{family}-{side}"].path, task) for side in SIDES)
-            samples[task.task] = (baseline, candidate)
-            if family != "evaluate":
-                if (again := read_again(job.inputs[f"{family}-baseline"].path, task)) is not None:
-                    control[task.task] = again
-                continue
-            guessed = guessing(job.inputs["evaluate-baseline"].path, task)
-            if guessed is not None:
-                chance[task.task] = guessed
-            if "control" in job.inputs and task.kind == "score":
-                control[task.task] = read_samples(job.inputs["control"].path, task)
+        samples, control, chance = ({}, {}, {}) if self.stopped else _answers(job)
         model = Model(
             artefact=checkpoint_digest(job.inputs["quantize"]),
             source=job.inputs["source"].fingerprint,
@@ -113,7 +100,6 @@ class GateStage(Stage):
             candidate=_server(job, "candidate"),
             samples=samples,
             control=control,
-            canary=read_comparison(job.inputs["canary-candidate"].path) if "canary-candidate" in job.inputs else None,
             launches=read_launches(job.inputs["bench"].path) if "bench" in job.inputs else (),
             weights=(
                 open_checkpoint(model_folder(job.inputs["source"])).nbytes,
@@ -124,10 +110,7 @@ class GateStage(Stage):
             stopped="canary" if self.stopped else None,
             history=earlier_verdicts(job, model),
             baseline_rounding=input_rounding(job.setting.config),
-            acceptance=read_pairs(job.inputs) if "acceptance-candidate" in job.inputs else None,
-            long=read_divergence(job.inputs["long-candidate"].path) if "long-candidate" in job.inputs else None,
-            kl=read_divergences(job.inputs["kl-candidate"].path) if "kl-candidate" in job.inputs else None,
-            layout=read_layout(job.inputs["layout"].path) if "layout" in job.inputs else None,
+            **_endpoints(job.inputs),
         )
         report = judge(measurements, policy_of(job.setting))
         record.write(job.path, measurements, report)
@@ -142,6 +125,38 @@ class GateStage(Stage):
             },
             summary=f"{report.verdict.value}: {next(iter(report.reasons), 'nothing was judged')}",
         )
+
+
+def _answers(job: Job) -> tuple[dict[str, Both], dict[str, SampleSet], dict[str, float]]:
+    """Return, by task, both sides' answers, the baseline's repeated ones, and the score of guessing, where known."""
+    samples: dict[str, Both] = {}
+    control: dict[str, SampleSet] = {}
+    chance: dict[str, float] = {}
+    for family, task in measured_tasks(job.setting):
+        baseline, candidate = (read_samples(job.inputs[f"{family}-{side}"].path, task) for side in SIDES)
+        samples[task.task] = (baseline, candidate)
+        if family != "evaluate":
+            if (again := read_again(job.inputs[f"{family}-baseline"].path, task)) is not None:
+                control[task.task] = again
+            continue
+        guessed = guessing(job.inputs["evaluate-baseline"].path, task)
+        if guessed is not None:
+            chance[task.task] = guessed
+        if "control" in job.inputs and task.kind == "score":
+            control[task.task] = read_samples(job.inputs["control"].path, task)
+    return samples, control, chance
+
+
+def _endpoints(inputs: Mapping[str, Entry]) -> dict[str, Any]:
+    """Return the measurements besides answers and launches that the run has, by their names in `Measurements`."""
+    readers: dict[str, tuple[str, Callable[[Path], Any]]] = {
+        "canary": ("canary-candidate", read_comparison),
+        "long": ("long-candidate", read_divergence),
+        "kl": ("kl-candidate", read_divergences),
+        "layout": ("layout", read_layout),
+    }
+    measured = {name: read(inputs[key].path) for name, (key, read) in readers.items() if key in inputs}
+    return measured | ({"acceptance": read_pairs(inputs)} if "acceptance-candidate" in inputs else {})
 
 
 def policy_of(setting: Setting) -> Policy:
