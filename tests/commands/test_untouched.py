@@ -113,6 +113,23 @@ def test_an_excluded_layer_stays_as_the_source_has_it(
     assert not any("mlp" in name for name in declared["exclude" if layout == "quark" else "ignore"])
 
 
+def test_gptq_leaves_what_stays_as_the_source_has_it(
+    quantmint: Quantmint, models: Models, words: tuple[str, ...]
+) -> None:
+    made = quantmint("quantize", models("llama"), "first", "--scheme", "ptpc_fp8")
+    assert made.code == 0, made.err
+    more = ("--scheme", "mxfp4", "--exclude", "re:.*layers[.]1[.].*", "--keep", "source", "--algorithm", "gptq", *words)
+    made = quantmint("quantize", "first", "second", *more)
+    assert made.code == 0, made.err
+    inspected = quantmint("inspect", "second", "--source", "first")
+    assert inspected.code == 0, inspected.out
+    before, after = (of_linear(Path(folder)) for folder in ("first", "second"))
+    layer = [name for name in before if "layers.1." in name]
+    assert len(layer) == 7 * 2
+    for name in layer:
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+
+
 def test_what_no_layout_declares_cannot_stay(quantmint: Quantmint, models: Models) -> None:
     sources(models("llama"), "awq")
     more = ("--scheme", "mxfp4", "--exclude", "re:.*layers[.]1[.]mlp.*", "--keep", "source")

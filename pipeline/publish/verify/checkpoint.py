@@ -24,7 +24,7 @@ from quantmint.pipeline.quantize.formats.layout import layout_of
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.builder import meta_model
 from quantmint.pipeline.quantize.model.draft import read_draft
-from quantmint.pipeline.quantize.model.stored import STORED_SCHEMES
+from quantmint.pipeline.quantize.model.outcomes import SOURCE_SCHEMES
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.json_schema import faults_of
 from quantmint.pipeline.recipe.schema import Quantization, Recipe
@@ -73,8 +73,8 @@ def _declared(subject: ReleaseUnderTest, section: Quantization) -> Iterator[str]
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors if name.endswith((".weight_scale", "_packed"))}
     claims = layout.claims(checkpoint.config["quantization_config"], sorted(modules))
     schemes = {scheme for scheme in claims.schemes.values() if scheme is not None}
-    predicted = {section.predictor_scheme} if section.mtp != "source" else {*STORED_SCHEMES.values()}
-    for scheme in sorted(schemes - section.schemes - predicted):
+    others = SOURCE_SCHEMES if "source" in (section.mtp, section.keep) else frozenset()
+    for scheme in sorted(schemes - section.schemes - others - {section.predictor_scheme}):
         yield f"the recipe asks for {', '.join(sorted(section.schemes))}, config.json declares {scheme}"
     if claims.kv_cache != (section.kv_cache == "fp8"):
         declared = "an FP8 KV cache" if claims.kv_cache else "a KV cache in 16 bit"

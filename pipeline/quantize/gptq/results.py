@@ -53,7 +53,7 @@ class LayerResult:
         unsolved = {
             member.step: weights.finite(member)
             for member in members
-            if member.step.kernel and member.step.name not in self.gains
+            if member.step.kernel and not member.step.untouched and member.step.name not in self.gains
         }
         largest = largest_by_group(unsolved)
         for step, weight in unsolved.items():

@@ -50,7 +50,7 @@ class ChannelScaling:
         """Find the folds of each layer by runs on a few ``tokens``, int64 [batch, sequence]: see `folds.study`."""
         self._model, self._weights, self._inputs, self._choice = replica.model, weights, inputs, choice
         folds, unscaled = study(replica, tokens)
-        stored = {member.parameter for member in weights.members}
+        stored = {member.parameter for member in weights.members if not member.step.untouched}
         self._folds: dict[str, tuple[Fold, ...]] = {}
         self.touched: set[str] = set()
         self.unscaled = list(unscaled)

@@ -70,13 +70,13 @@ class ModelWeights:
 
     def __init__(self, replica: Replica, structure: Structure, steps: Sequence[Step]) -> None:
         self._replica = replica
-        supported = {step.name: step for step in steps if step.kernel in SUPPORTED}
+        supported = {step.name: step for step in steps if _is_rounded(step)}
         modules = _own_modules(replica, supported)
         self.linear = {module: Member(supported[name], f"{module}.weight") for name, module in modules.items()}
         self.members = list(_members(replica, structure, steps))
         self.experts: dict[str, list[Member]] = {}
         for member in self.members:
-            if member.expert is not None and member.step.kernel in SUPPORTED:
+            if member.expert is not None and _is_rounded(member.step):
                 self.experts.setdefault(f"{member.parameter}.{member.expert}", []).append(member)
 
     @property
@@ -188,6 +188,11 @@ def _own_modules(replica: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
         and owners.count(module) == 1
         and tuple(modules[module].weight.shape) == steps[name].origin.shape
     }
+
+
+def _is_rounded(step: Step) -> bool:
+    """Return whether GPTQ rounds a step's weight: on a grid that it has, and not one that keeps its source's bytes."""
+    return step.kernel in SUPPORTED and not step.untouched
 
 
 def _members(replica: Replica, structure: Structure, steps: Iterable[Step]) -> Iterator[Member]:

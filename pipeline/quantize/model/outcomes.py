@@ -56,6 +56,8 @@ def stores_as(encoding: str, name: str) -> bool:
 
 
 _WEIGHT_ONLY = {"mxfp4": "mxfp4_weight_only"}
+SOURCE_SCHEMES = frozenset({*_SAME.values(), *_WEIGHT_ONLY.values()})
+"""Schemes that may declare weights that stay as the source stores them."""
 
 
 def source_scheme(encoding: str, rounds_inputs: bool) -> str | None:

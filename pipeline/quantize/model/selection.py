@@ -10,9 +10,8 @@ from functools import lru_cache
 
 from quantmint.pipeline.base.errors import UserError, did_you_mean
 from quantmint.pipeline.base.schemes import scheme as scheme_row
-from quantmint.pipeline.quantize.formats.layout import Choice, most_frequent, stores
+from quantmint.pipeline.quantize.formats.layout import Choice, most_frequent
 from quantmint.pipeline.quantize.model.encodings import DECODED
-from quantmint.pipeline.quantize.model.outcomes import source_scheme
 from quantmint.pipeline.quantize.model.stored import stored_schemes
 from quantmint.pipeline.quantize.model.structure import UNQUANTIZED, Structure, kind_of
 from quantmint.pipeline.recipe.modules import assigned, is_excluded, matches, override_of
@@ -80,20 +79,22 @@ def _select(identity: _Identity, section: str) -> Choice:
     }
     if not schemes:
         raise UserError(_nothing_left(structure))
+    rounded = frozenset(schemes)
     if quantization.keep == "source":
-        schemes |= _source_schemes(structure, schemes, quantization)
+        excluded = [module for module in structure.linear if module not in schemes]
+        schemes |= stored_schemes(structure, excluded, quantization.format, "quantization.keep")
     _require_share(structure, quantization)
-    predicted, stored = predictor_schemes(structure, quantization)
+    predicted, predicted_stored = predictor_schemes(structure, quantization)
     _require_widths(structure, {**schemes, **predicted}, quantization)
     _require_blocks(structure, schemes, quantization)
     stacks = _whole_stacks(structure, schemes, quantization)
     _require_names(structure, schemes, stacks)
     _require_reached(structure, schemes, quantization)
-    excluded = (module for module in structure.linear.keys() - schemes.keys() if not module.startswith(stacks))
-    sixteen_bit = {*structure.kept, *_modules_of(structure.unclaimed), *excluded}
+    unquantized = (module for module in structure.linear.keys() - schemes.keys() if not module.startswith(stacks))
+    sixteen_bit = {*structure.kept, *_modules_of(structure.unclaimed), *unquantized}
     if predicted:
-        unquantized = structure.predictor_linear.keys() - predicted.keys()
-        sixteen_bit = (sixteen_bit - predicted.keys() - structure.predictor_stacks) | unquantized
+        left = structure.predictor_linear.keys() - predicted.keys()
+        sixteen_bit = (sixteen_bit - predicted.keys() - structure.predictor_stacks) | left
     return Choice(
         schemes={**schemes, **predicted},
         kept=tuple(sorted(sixteen_bit)),
@@ -102,29 +103,8 @@ def _select(identity: _Identity, section: str) -> Choice:
         prefixes=(*structure.predictor, *stacks),
         aliases=structure.aliases,
         predictor=frozenset(predicted),
-        stored=stored,
+        stored=predicted_stored | (schemes.keys() - rounded),
     )
-
-
-def _source_schemes(structure: Structure, schemes: Mapping[str, str], quantization: Quantization) -> dict[str, str]:
-    """Return the scheme in which the source stores each module that the recipe excludes, for those that it quantizes.
-
-    Raises `UserError` for an encoding that the checkpoint's format cannot declare.
-    """
-    kinds: dict[str, str] = {}
-    for module in structure.linear:
-        encoded = structure.weights[module].encoded
-        if module in schemes or encoded is None:
-            continue
-        name = source_scheme(encoded.encoding, structure.rounds_inputs)
-        if name is None or not stores(quantization.format, name):
-            raise UserError(
-                f"quantization.keep: found source for {module}, whose encoding {encoded.encoding} has no declaration "
-                f"in the layout {quantization.format}, expected bf16.",
-                hint="Set `keep: bf16`, or take the module out of `exclude`.",
-            )
-        kinds[module] = name
-    return kinds
 
 
 def predictor_schemes(structure: Structure, quantization: Quantization) -> tuple[dict[str, str], frozenset[str]]:

@@ -25,7 +25,6 @@ from quantmint.pipeline.quantize.formats.layout import Choice, StoredTensor, lay
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.outcomes import stores_as
 from quantmint.pipeline.quantize.model.source import divided, is_bias_stack, whole_tensor
-from quantmint.pipeline.quantize.model.stored import stored_tensors
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
 from quantmint.pipeline.recipe.modules import scale_group, text_config
@@ -253,7 +252,7 @@ class _Layouter:
                     self._carried(f"{module}.bias", origin_of(self._source, bias)) for module, bias in biases.items()
                 )
             elif info.name in self._divided:
-                steps += [step for module in self._divided[info.name] for step in self._divided_steps(module)]
+                steps += map(self._divided_step, self._divided[info.name])
             else:
                 origin = origin_of(self._source, whole_tensor(self._structure, info.name))
                 steps.append(self._carried(info.name if origin.encoded is None else plain_name(info.name), origin))
@@ -268,19 +267,14 @@ class _Layouter:
         offsets = {out.name: start for out, start in zip(ordered, starts, strict=False)}
         return ShardPlan(name, tuple(steps), deferred, header, offsets)
 
-    def _divided_steps(self, module: str) -> Iterator[Step]:
-        """Yield the steps of one weight in a tensor that is not carried over whole, such as a stack of experts.
+    def _divided_step(self, module: str) -> Step:
+        """Return the step of one weight in a tensor that is not carried over whole, such as a stack of experts.
 
-        The weight is quantized, or carried over: with its scales as they are stored, or in 16 bit, as the choice says.
+        The weight is quantized, or carried over in 16 bit where the choice leaves it so.
         """
-        if module in self._choice.stored:
-            scheme, shape = self._choice.schemes[module], self._structure.quantizable[module]
-            for stored, name in stored_tensors(self._source, self._structure, module, shape, self._format, scheme):
-                yield Step(stored.name, Origin(TensorPlace(*self._source.tensors[name])), None, (stored,))
-        elif module in self._choice.schemes:
-            yield self._quantized(module)
-        else:
-            yield self._carried(f"{module}.weight", origin_of(self._source, self._structure.weights[module]))
+        if module in self._choice.schemes:
+            return self._quantized(module)
+        return self._carried(f"{module}.weight", origin_of(self._source, self._structure.weights[module]))
 
     def _carried(self, name: str, origin: Origin) -> Step:
         return Step(name, origin, None, (StoredTensor(name, "copy", origin.dtype, origin.shape),))
@@ -297,6 +291,14 @@ class _Layouter:
             )
         if (outputs := self._same_tensors(module, origin)) is not None:
             return Step(module, origin, kernel_name(scheme, self._format), outputs, untouched=True)
+        if module in self._choice.stored:
+            info = origin.place.info
+            raise UserError(
+                f"{self._source.folder / origin.place.shard}: {info.name} is {info.dtype} {list(info.shape)} with "
+                f"scales of {[place.info.dtype for place in origin.scales]}, expected what {scheme} stores, to keep "
+                f"{module} as the source has it.",
+                hint="Decode it to 16 bit, or round it to a scheme.",
+            )
         outputs = weight_tensors(self._format, scheme, module, (origin.shape[0], origin.shape[1]), origin.dtype)
         kernel = kernel_name(scheme, self._format, None if origin.encoded is None else origin.encoded.encoding)
         group = self._groups.get(module, (origin,)) if KERNELS[kernel].whole else ()
@@ -309,7 +311,8 @@ class _Layouter:
         """
         scheme, encoded = self._choice.schemes[module], origin.encoded
         fused = [member.encoded for member in self._groups.get(module, ())]
-        if not self._may_pass or encoded is None or not stores_as(encoded.encoding, scheme):
+        may_pass = self._may_pass or module in self._choice.stored
+        if not may_pass or encoded is None or not stores_as(encoded.encoding, scheme):
             return None
         if any(member is None or member.encoding != encoded.encoding for member in fused):
             return None

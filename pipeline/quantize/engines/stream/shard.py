@@ -259,7 +259,8 @@ class OpenShard:
         with worker.clock("compute"):
             for number, part in enumerate(parts):
                 self._require_finite(step.origin, _largest_stored(part, is_scale=number > 0))
-        if parts[1].numel() == 1:  # FP8 by tensor becomes FP8 by channel
+        encoded = step.origin.encoded
+        if encoded is not None and encoded.encoding == "fp8_tensor":  # which becomes FP8 by channel
             parts[1] = parts[1].reshape(1).repeat(piece.last - piece.first)
         roles = (out.role for out in step.outputs if out.role not in STATIC_ROLES)
         flat = {role: part.reshape(-1).view(torch.uint8) for role, part in zip(roles, parts, strict=True)}
