@@ -73,8 +73,8 @@ def _declared(subject: ReleaseUnderTest, section: Quantization) -> Iterator[str]
     modules = {name.rpartition(".")[0] for name in checkpoint.tensors if name.endswith((".weight_scale", "_packed"))}
     claims = layout.claims(checkpoint.config["quantization_config"], sorted(modules))
     schemes = {scheme for scheme in claims.schemes.values() if scheme is not None}
-    others = SOURCE_SCHEMES if "source" in (section.mtp, section.keep) else frozenset()
-    for scheme in sorted(schemes - section.schemes - others - {section.predictor_scheme}):
+    stored = SOURCE_SCHEMES if "source" in (section.mtp, section.keep) else frozenset()
+    for scheme in sorted(schemes - section.schemes - stored - {section.predictor_scheme}):
         yield f"the recipe asks for {', '.join(sorted(section.schemes))}, config.json declares {scheme}"
     if claims.kv_cache != (section.kv_cache == "fp8"):
         declared = "an FP8 KV cache" if claims.kv_cache else "a KV cache in 16 bit"

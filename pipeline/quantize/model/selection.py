@@ -93,8 +93,8 @@ def _select(identity: _Identity, section: str) -> Choice:
     unquantized = (module for module in structure.linear.keys() - schemes.keys() if not module.startswith(stacks))
     sixteen_bit = {*structure.kept, *_modules_of(structure.unclaimed), *unquantized}
     if predicted:
-        left = structure.predictor_linear.keys() - predicted.keys()
-        sixteen_bit = (sixteen_bit - predicted.keys() - structure.predictor_stacks) | left
+        unrounded = structure.predictor_linear.keys() - predicted.keys()
+        sixteen_bit = (sixteen_bit - predicted.keys() - structure.predictor_stacks) | unrounded
     return Choice(
         schemes={**schemes, **predicted},
         kept=tuple(sorted(sixteen_bit)),
