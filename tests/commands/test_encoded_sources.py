@@ -226,6 +226,7 @@ def test_a_source_of_modelopt_is_decoded(
     made = quantmint("quantize", "older", "of-older", "--scheme", "mxfp4")
     assert made.code == 0, made.err
     assert_equal(stored(Path("of-older")), stored(Path("second")))
+    assert not Path("of-older/hf_quant_config.json").exists()  # it describes the source's quantization
     inspected = quantmint("inspect", "of-older", "--source", "older")
     assert inspected.code == 0, inspected.out
     Path("older/hf_quant_config.json").write_text("[]")

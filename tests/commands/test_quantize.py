@@ -400,7 +400,7 @@ def test_sigterm_ends_as_ctrl_c_does(source: Path, quantmint: Quantmint) -> None
 def test_somebodys_data_beside_a_model_is_not_copied_with_it(quantmint: Quantmint, models: Any) -> None:
     """A calibration set in the source's folder was published with the release, byte for byte."""
     shutil.copytree(models("llama"), "source")
-    for name in ("held-out.json", "notes.txt", "hf_quant_config.json"):
+    for name in ("held-out.json", "notes.txt"):
         Path("source", name).write_text("{}")
     Path("source/special_tokens_map.json").write_text("{}")
     made = quantmint("quantize", "source", "out", "--scheme", "ptpc_fp8")
@@ -408,4 +408,4 @@ def test_somebodys_data_beside_a_model_is_not_copied_with_it(quantmint: Quantmin
     assert "held-out.json, notes.txt: no model's files, so they are not copied with it" in made.err
     names = {path.name for path in Path("out").iterdir()}
     assert "special_tokens_map.json" in names
-    assert names.isdisjoint({"held-out.json", "notes.txt", "hf_quant_config.json"})
+    assert names.isdisjoint({"held-out.json", "notes.txt"})
