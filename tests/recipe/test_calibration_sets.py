@@ -119,7 +119,7 @@ def test_a_branch_is_resolved_to_a_commit_once(hub: list[tuple[str, str]]) -> No
 
 def test_the_commit_is_in_the_fingerprint(hub: list[tuple[str, str]]) -> None:
     section = Calibration.model_validate({"set": "ultrachat"})
-    facts = calibrate.data_identity(section, Commits())
+    facts = calibrate.set_identity(section.set, Commits())
     assert facts["revision"] == COMMIT[1:] + COMMIT[:1]
     assert facts.keys().isdisjoint({"name", "description", "samples", "seed"})
 
@@ -127,6 +127,6 @@ def test_the_commit_is_in_the_fingerprint(hub: list[tuple[str, str]]) -> None:
 def test_without_a_network_a_branch_is_planned_and_not_run() -> None:
     hub_module.dataset_commit.cache_clear()
     section = Calibration.model_validate({"set": "ultrachat"})
-    assert calibrate.data_identity(section, Commits())["revision"] == "main"
+    assert calibrate.set_identity(section.set, Commits())["revision"] == "main"
     with pytest.raises(UserError, match=r"ultrachat_200k@main cannot be resolved to a commit: .*40-digit commit"):
         calibrate.pinned_set(section)
