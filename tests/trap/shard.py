@@ -7,7 +7,7 @@
 FOLDER/bin/vllm is the real command, with FOLDER in front of PYTHONPATH. There, `sitecustomize.py` is a copy of this
 file: Python imports it in every process, and it waits for vLLM's weight loader. Once the weights are loaded, and before
 any kernel packs them, the parameters whose names match are filled with their own transposed numbers, on that rank only.
-The file needs nothing but Python's own library and the vLLM that it wraps (0.26 and 0.32 were read).
+The file needs nothing but Python's own library and the vLLM that it wraps (0.32 was read).
 """
 
 import argparse
