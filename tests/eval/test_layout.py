@@ -37,10 +37,22 @@ SILENT = Divergences(False, (TextDivergence("text", 50, None), *totals(0.001).te
         (measured(0.001, 0.2), Verdict.FAIL, "greedy answers 0.2 nats apart"),
         (measured(0.019, 0.001, spread=2.0), Verdict.INCONCLUSIVE, "at most 0.02 with the floor of 0"),
         (measured(0.04, 0.04, floor=0.03), Verdict.PASS, "with the floor of 0.03"),
+        (measured(0.0495, 0.001, floor=0.03, spread=0.01), Verdict.INCONCLUSIVE, "at most 0.0488 with the floor of"),
+        (measured(0.0505, 0.001, floor=0.03, spread=0.01), Verdict.INCONCLUSIVE, "more than 0.0512 breaks it"),
         (dataclasses.replace(measured(0.0, 0.0), answers=SILENT), Verdict.FAIL, "no finite answer to 1 of the texts"),
         (None, Verdict.INVALID, "The layout decides, but was not compared."),
     ],
-    ids=["same", "reading", "answers", "between", "floor", "NaN", "unmeasured"],
+    ids=[
+        "same",
+        "reading",
+        "answers",
+        "between",
+        "floor",
+        "within the floor's bounds",
+        "beyond the floor",
+        "NaN",
+        "unmeasured",
+    ],
 )
 def test_both_figures_are_held_against_the_floor(
     measurements: Measurements, policy: Policy, layout: LayoutMeasurement | None, verdict: Verdict, reason: str
