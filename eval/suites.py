@@ -300,6 +300,24 @@ def untestable(
         chances_by_name = ", ".join(f"{name} {chance:.0%}" for name, chance in chances.items())
         sentences.append(
             f"a lossless checkpoint passes all {len(chances)} tasks that decide with a chance of {together:.0%} "
-            f"({chances_by_name}), expected {power:.0%}: widen margins, or let a task be shown only"
+            f"({chances_by_name}), expected {power:.0%}: {_remedy(suite, chances, confidence, power, looks)}"
         )
     return tuple(sentences)
+
+
+def _remedy(suite: Suite, chances: Mapping[str, float], confidence: float, power: float, looks: int) -> str:
+    """Return what makes a recipe promise what it can: a margin of the least likely task, a lower power, one less."""
+    together, name = math.prod(chances.values()), min(chances, key=lambda task: chances[task])
+    needed = power * chances[name] / together
+    wider = "widen margins"
+    if needed < _MOST_POWER:
+        task = next(task for task in suite.tasks if task.task == name)
+        margin = math.ceil(1e4 * task.detectable(confidence, needed, looks)) / 1e4
+        wider = f"widen margins ({name} to {margin:.2%} is enough)"
+    lower = math.floor(100 * together) / 100
+    less = f", promise less (gate.accuracy.power: {lower:g})" if lower >= _LEAST_POWER else ""
+    return f"{wider}{less}, or let a task be shown only (a margin of null)"
+
+
+_LEAST_POWER, _MOST_POWER = 0.5, 0.999
+"""The least power that a recipe can promise, and the highest for which a margin is worth naming."""

@@ -239,7 +239,8 @@ def long_faults(loaded: LoadedRecipe) -> list[Fault]:
         fault = f"found {section.lengths[-1]}, expected at most {longest}, the recipe's target.max_model_len"
         problems.append(loaded.fault((*at, "lengths", len(section.lengths) - 1), fault))
     if loaded.long_set is None and loaded.recipe.calibration is None:
-        problems.append(loaded.fault(at, "found no set of texts and no calibration, expected `set`, a calibration set"))
+        fault = "found no set of texts and no calibration, expected `set`, a calibration set: `long: {set: ultrachat}`"
+        problems.append(loaded.fault(at, fault))
         return problems
     try:
         load_set(_set_name(loaded))

@@ -77,7 +77,8 @@ def test_problems_need_a_server_and_room_for_their_answers(load: Load, write: Wr
 def test_long_texts_need_a_set_and_lengths_that_the_server_allows(load: Load, message: Callable[[str], str]) -> None:
     [fault] = faults(load(TEXT + "evaluation: {long: auto}\ncalibration: null\n" + SHOWN))
     assert fault == (
-        "r.yaml:3:20: evaluation.long: found no set of texts and no calibration, expected `set`, a calibration set"
+        "r.yaml:3:20: evaluation.long: found no set of texts and no calibration, expected `set`, a calibration set: "
+        "`long: {set: ultrachat}`"
     )
     [fault] = faults(load(TEXT + "evaluation: {long: {set: tiny, lengths: [256, 1024]}}\n" + SHOWN))
     assert fault == (

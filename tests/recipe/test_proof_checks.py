@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def test_tasks_that_can_each_be_tested_may_be_too_many_together(load: Load) -> N
     assert "passes all 2 tasks that decide with a chance of 7" in fault
     assert "(tiny_facts 81%, tiny_arithmetic 89%), expected 80%" in fault
     assert faults(load(TEXT + "gate: {accuracy: {margin: 0.0088, margins: {tiny_arithmetic: null}}}\n")) == []
+    # What the message names is enough: either of the two.
+    wider, power = re.findall(
+        r"tiny_facts to ([0-9.]+)% is enough\), promise less \(gate.accuracy.power: ([0-9.]+)\)", fault
+    )[0]
+    margins = f"{{tiny_facts: {float(wider) / 100:.4f}}}"
+    assert faults(load(TEXT + f"gate: {{accuracy: {{margin: 0.0088, margins: {margins}}}}}\n")) == []
+    assert faults(load(TEXT + f"gate: {{accuracy: {{margin: 0.0088, power: {power}}}}}\n")) == []
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,8 @@ def test_several_tasks_must_all_pass_and_are_priced_so() -> None:
     assert told.false_fails == pytest.approx(1 - 0.95**5)
     (sentence,) = suites.untestable(replace(suite, tasks=tasks), margin=0.01, looks=4)
     assert sentence.startswith("a lossless checkpoint passes all 5 tasks that decide with a chance of 3")
+    # No margin of a single task is enough, and no recipe may promise as little.
+    assert sentence.endswith("expected 80%: widen margins, or let a task be shown only (a margin of null)")
     wider = tuple(replace(task, margin=1.5 * task.margin) for task in tasks if task.margin is not None)
     assert suites.untestable(replace(suite, tasks=wider), margin=0.01, looks=4) == ()
     assert suites.untestable(replace(suite, tasks=tasks[:1]), margin=0.01, looks=4) == ()
