@@ -81,6 +81,7 @@ bench-scaling: $(TEST_ENV)  ## one process beside Ray nodes of this machine, and
 gate-simulations: $(TEST_ENV)  ## how often the gate errs where the truth is known, in minutes; ARGS="--runs 1000"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.gate $(ARGS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.endpoints $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.promises $(ARGS)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.bench.reused_launches $(ARGS)
 
 bench-devices: $(TEST_ENV)  ## one, two and more GPUs of this host; ARGS="--shape 70b --counts 4"

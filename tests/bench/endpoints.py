@@ -12,7 +12,7 @@ twice the margin, where FAIL is right.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import click
@@ -174,16 +174,23 @@ def simulations() -> Iterator[Simulation]:
     yield from sampled_answers()
 
 
+def table(heading: str, rows: Iterable[Simulation], runs: int) -> None:
+    """Print the rates of each simulation in per cent, as a table whose first column is headed ``heading``."""
+    click.echo(
+        f"\n| {heading} | design | margin | loses the margin: PASS | FAIL | lossless: PASS | FAIL | twice: FAIL |"
+    )
+    click.echo("|---|---|" + "--:|" * 6)
+    for seed, simulation in enumerate(rows):
+        margin, lossless, twice = simulation.rates(runs, seed)
+        cells = [f"{100 * simulation.margin:.2f}", *(f"{100 * r:.2f}" for r in (*margin, *lossless, twice[1]))]
+        click.echo(f"| {simulation.task} | {simulation.design} | " + " | ".join(cells) + " |")
+
+
 @click.command()
 @click.option("--runs", default=20_000, show_default=True, help="Simulated evaluations of each design.")
 def main(runs: int) -> None:
     """Print a table of the rates, in per cent."""
-    click.echo("\n| endpoint | design | margin | loses the margin: PASS | FAIL | lossless: PASS | FAIL | twice: FAIL |")
-    click.echo("|---|---|" + "--:|" * 6)
-    for seed, simulation in enumerate(simulations()):
-        margin, lossless, twice = simulation.rates(runs, seed)
-        cells = [f"{100 * simulation.margin:.2f}", *(f"{100 * r:.2f}" for r in (*margin, *lossless, twice[1]))]
-        click.echo(f"| {simulation.task} | {simulation.design} | " + " | ".join(cells) + " |")
+    table("endpoint", simulations(), runs)
 
 
 if __name__ == "__main__":

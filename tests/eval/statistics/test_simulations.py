@@ -8,7 +8,9 @@ import pytest
 from quantmint.eval import power
 from quantmint.eval.samples import Pairs
 from quantmint.eval.statistics.sequential import decide, plan_looks
+from tests.bench.endpoints import Simulation
 from tests.bench.gate import KINDS, LAUNCHES, PROMISE, Design, launched, partly, shares, speed, speed_before
+from tests.bench.promises import NOISE, LogitNoise, bank, continued, expected, simulations
 from tests.eval.statistics.designs import asked, decisions, evaluations, tolerated
 
 pytestmark = pytest.mark.slow
@@ -170,3 +172,30 @@ def one_by_one(kind: str, design: Design, drawn: list[np.ndarray]) -> Pairs:
         [np.repeat([1.0, -1.0, 0.0], [w, lo, n - w - lo]) for w, lo, n in zip(*drawn, sizes, strict=True)]
     )
     return asked(*_scores(change), looks=design.looks, clusters=np.repeat(np.arange(len(sizes)), sizes))
+
+
+@pytest.mark.parametrize("simulation", list(simulations()), ids=lambda row: f"{row.task}: {row.design}")
+def test_a_promise_at_its_limit_is_decided_wrongly_five_times_in_a_hundred_at_most(simulation: Simulation) -> None:
+    """KL, the layout and acceptance; a sound one never fails, and one that is twice as far never passes."""
+    runs = 1000
+    rng = np.random.default_rng(7)
+    assert max(simulation.judge(rng, runs, simulation.margin)) <= 0.05 + tolerated(0.05, runs)
+    assert simulation.judge(rng, runs, 0.0)[1] <= 0.01
+    assert simulation.judge(rng, runs, 2 * simulation.margin)[0] <= 0.01
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=list(NOISE))
+def test_what_drawn_tokens_amount_to_is_the_divergence_in_the_mean(noise: LogitNoise) -> None:
+    """Over all tokens of a vocabulary, by the baseline's probabilities: no draw, so to the digit."""
+    positions = bank(noise, levels=2, each=5)
+    probabilities = np.diff(positions.cumulated, axis=1, prepend=0.0)
+    assert (probabilities * positions.values).sum(axis=1) == pytest.approx(positions.exact, rel=1e-9)
+
+
+def test_drafts_of_a_weakened_candidate_lose_what_they_should() -> None:
+    """The expected drafts and tokens of an answer against ones that are drawn, step by step."""
+    chance = np.full((4000, 20), 0.7)
+    drafts, accepted = continued(np.random.default_rng(2), chance)
+    assert np.array([drafts.mean(), (drafts + accepted).mean()]) == pytest.approx(
+        [part[0] for part in expected(chance[0])], rel=2e-3
+    )
