@@ -24,6 +24,7 @@ from quantmint.pipeline.store.tree import Store
 from tests.eval.measured import make_launches
 
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
+RECIPES = Path(__file__).parents[2] / "recipes"
 SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.repo is not None]
 LARGEST = "deepseek-r1-mxfp4"
 Quantmint = Callable[..., Any]
@@ -148,6 +149,22 @@ def test_what_a_kv_cache_costs(quantmint: Quantmint) -> None:
         for name in ("llama8b-ptpc", "llama8b-fp8kv")
     )
     assert (sixteen, eight) == (2 * 32 * 8 * 128 * 2, 2 * 32 * 8 * 128)
+
+
+@pytest.mark.usefixtures("_no_network", "large_disk")
+def test_all_endpoints_of_an_8b_model_take_at_most_half_as_long_again(quantmint: Quantmint, project: Path) -> None:
+    def evaluation(recipe: str) -> float:
+        (project / "8b.yaml").write_text(f"extends: {RECIPES / 'llama8b-fp8kv.yaml'}\nname: 8b\n{recipe}")
+        plan = quantmint("plan", "8b.yaml", "--config", CONFIGS / "Llama-3.1-8B-Instruct", "--json").json
+        apart = ("source", "calibrate", "quantize", "inspect", "serve", "bench", "gate", "report", "package", "publish")
+        return sum(stage["seconds"] for stage in plan["stages"] if not stage["stage"].startswith(apart))
+
+    suite = evaluation("")
+    served = "serve: {arguments: [--enable-auto-tool-choice, --tool-call-parser, llama3_json]}\n"
+    further = served + "evaluation: {tools: auto, long: %s, reasoning: auto}\ngate: {kl: {max: 0.05}}\n"
+    assert 1.1 * suite < evaluation(further % "auto") <= 1.25 * suite
+    longer = "target: {max_model_len: 131072}\n" + further
+    assert evaluation(longer % "{lengths: [8192, 32768, 65536], texts: 32}") <= 1.5 * suite
 
 
 @pytest.mark.usefixtures("_no_network", "large_disk")
