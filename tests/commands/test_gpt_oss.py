@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, dequantize
+from tests.commands.cards import Card, assert_card, run_shipped
 from tests.commands.test_encoded_sources import assert_equal, assert_imagined, stored
 from tests.commands.test_integer_sources import written
 
@@ -149,3 +150,30 @@ def test_gpt_oss_is_rounded_by_gptq(quantmint: Quantmint, sources: tuple[Path, P
     assert_equal(stored(Path("second")), stored(Path("expected")))
     inspected = quantmint("inspect", "second", "--source", published)
     assert inspected.code == 0, inspected.out
+
+
+def test_the_recipe_for_mi355x_keeps_the_published_bytes(
+    quantmint: Quantmint, sources: tuple[Path, Path], words: tuple[str, ...]
+) -> None:
+    published, plain = sources
+    texts = f"calibration: {{set: {Path(words[1]).absolute()}, samples: 8, sequence_length: 64}}"
+    folder = run_shipped(quantmint, "gptoss120b-mxfp4-fp8", published.absolute(), texts)
+    card = Card(["*lm_head", "*router*"], "mxfp4_fp8", {"*.self_attn.*": "ptpc_fp8"})
+    assert assert_card(folder, card) == {"mxfp4_fp8": 16, "ptpc_fp8": 8, None: 3}
+    assert_experts(folder, "mxfp4_fp8", stored(plain), exact=True)
+    tensors = stored(folder)
+    for stack in STACKS:
+        blocks = stored(published)[f"model.layers.1.mlp.experts.{stack}_blocks"][2]
+        assert torch.equal(tensors[f"model.layers.1.mlp.experts.2.{stack}.weight"], blocks.flatten(1))
+        assert tensors[f"model.layers.1.mlp.experts.2.{stack}.input_scale"] > 0
+    assert tensors["model.layers.0.self_attn.k_proj.output_scale"] > 0
+
+
+def test_the_recipe_for_mi300x_rounds_nothing(quantmint: Quantmint, sources: tuple[Path, Path]) -> None:
+    published, plain = sources
+    folder = run_shipped(quantmint, "gptoss120b-ptpc", published.absolute())
+    card = Card(["*lm_head", "*router*", "*.self_attn.*"], "ptpc_fp8", {})
+    assert assert_card(folder, card) == {"ptpc_fp8": 16, None: 11}
+    assert_experts(folder, "ptpc_fp8", stored(plain), exact=True)
+    tensors = stored(folder)
+    assert all(torch.equal(tensors[name], whole) for name, whole in stored(plain).items() if "experts" not in name)

@@ -37,7 +37,7 @@ def test_names_of_shipped_recipes() -> None:
         *("llama8b-fp8kv", "llama70b-fp8kv", "llama405b-fp8kv", "mixtral8x7b-fp8kv", "mixtral8x22b-fp8kv"),
         *("llama8b-mxfp4-auto", "llama70b-mxfp4", "llama405b-mxfp4", "deepseek-r1-mxfp4"),
         *("llama8b-ptpc", "llama70b-ptpc", "qwen3moe-ptpc", "qwen3moe-mxfp4", "qwen3next-ptpc", "qwen3vl-ptpc"),
-        *("llama4maverick-ptpc", "deepseekv32-mxfp4"),
+        *("llama4maverick-ptpc", "deepseekv32-mxfp4", "gptoss120b-mxfp4-fp8", "gptoss120b-ptpc"),
     }
 
 

@@ -197,16 +197,10 @@ def as_quantized(
     """Return the facts of a model after quantization: every linear layer of the decoder in ``scheme``.
 
     ``assigned`` returns the scheme of a module by its name, None for 16 bit; by default all get ``scheme``. Raises
-    `UserError` for a scheme that is not in schemes.yaml, and for a source that is neither in 16 bit nor in FP8 blocks.
+    `UserError` for a scheme that is not in schemes.yaml. Whether a quantized source can be decoded, `select` decides.
     """
     if scheme not in table():
         raise UserError(f"found scheme {scheme!r}, expected one of {', '.join(table())}.")
-    if facts.quantization != "none" and (facts.quantization, facts.checkpoint_format) != ("fp8_block", "fp8"):
-        raise UserError(
-            f"found a model in {facts.quantization} ({facts.checkpoint_format}), expected 16-bit weights, or FP8 in "
-            "blocks of 128x128.",
-            hint="Start from the 16-bit release of the model.",
-        )
     scheme_of = assigned or (lambda name: scheme)
     quantized = {
         weight.name: scheme_of(weight.name) for weight in facts.module_weights if weight.linear and weight.role != "mtp"
