@@ -16,7 +16,7 @@ from tests.zoo.models import read, read_config
 TINY = (
     "target: {hardware: cpu, gpus: 1, workload: tiny, max_model_len: 512}",
     "evaluation: {suite: tiny-recall, runtime: reference}",
-    "gate: {throughput: {min_ratio: null}, canary: null}",
+    "gate: {throughput: {min_ratio: null}, canary: null, acceptance: null}",
 )
 DTYPES = {None: "torch.bfloat16", "ptpc_fp8": "torch.float8_e4m3fn", "mxfp4": "torch.uint8", "mxfp4_fp8": "torch.uint8"}
 
@@ -42,6 +42,8 @@ def run_shipped(quantmint: Callable[..., Any], name: str, source: Path, *lines: 
     ``lines`` are further sections of a recipe that extends the shipped one, such as calibration texts.
     """
     shutil.copytree(Path(recipes.__path__[0]), "shipped", ignore=lambda *_: ["tiny", "__pycache__"])
+    shipped = Path(f"shipped/{name}.yaml")
+    shipped.write_text(shipped.read_text().replace("{margins: {wikitext: null}}", "{margin: 0.1}"))  # of another suite
     text = [f"name: {name}-tiny", f"extends: {name}.yaml", f"source: {{folder: {source}, repo: null, revision: null}}"]
     Path(f"shipped/{name}-tiny.yaml").write_text("\n".join([*text, *TINY, *lines]))
     made = quantmint("run", f"shipped/{name}-tiny.yaml", "--until", "inspect", "--device", "cpu")

@@ -27,6 +27,7 @@ PARAMETERS = {
     "Mixtral-8x22B-Instruct-v0.1": 140.630,
     "Qwen3-30B-A3B": 30.532,
     "Qwen3-235B-A22B": 235.094,
+    "Qwen3-Coder-480B-A35B-Instruct": 480.155,
     "DeepSeek-R1-0528": 671.026,
 }
 
@@ -38,6 +39,7 @@ def test_names_of_shipped_recipes() -> None:
         *("llama8b-mxfp4-auto", "llama70b-mxfp4", "llama405b-mxfp4", "deepseek-r1-mxfp4"),
         *("llama8b-ptpc", "llama70b-ptpc", "qwen3moe-ptpc", "qwen3moe-mxfp4", "qwen3next-ptpc", "qwen3vl-ptpc"),
         *("llama4maverick-ptpc", "deepseekv32-mxfp4", "gptoss120b-mxfp4-fp8", "gptoss120b-ptpc"),
+        *("qwen3coder480b-mxfp4", "deepseek-r1-mxfp4-mtp"),
     }
 
 
