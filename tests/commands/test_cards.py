@@ -38,3 +38,31 @@ def test_deepseek_r1_has_its_predictor_in_fp8(quantmint: Quantmint) -> None:
         {"model.layers.2.*": "ptpc_fp8"},
     )
     assert assert_card(folder, card) == {"mxfp4": 18, "ptpc_fp8": 15, None: 20}
+
+
+def test_minimax_keeps_attention_and_routers(quantmint: Quantmint) -> None:
+    """The card of amd/MiniMax-M2.5-MXFP4, from a source in FP8 blocks."""
+    source = encode_blocks(build("minimax_m2", Path("plain").absolute()), Path("source").absolute())
+    folder = run_shipped(quantmint, "minimaxm25-mxfp4", source)
+    card = Card(["lm_head", "*block_sparse_moe.gate*", "*self_attn*"], "mxfp4", {})
+    assert assert_card(folder, card) == {"mxfp4": 24, None: 11}
+
+
+def test_glm_5_has_its_routed_experts_alone_in_four_bits(quantmint: Quantmint) -> None:
+    """The card of amd/GLM-5-MXFP4; the predictor, which the card does not name, stays as it is."""
+    source = build("glm_moe_dsa", Path("source").absolute())
+    add_predictor(source, "deepseek")
+    folder = run_shipped(quantmint, "glm5-mxfp4", source)
+    dense = ("*mlp.gate_proj", "*mlp.up_proj", "*mlp.down_proj")
+    card = Card(["*self_attn*", "*mlp.gate", "*lm_head", *dense, "*shared_experts*", "model.layers.2.*"], "mxfp4", {})
+    assert assert_card(folder, card)["mxfp4"] == 12
+
+
+def test_qwen3_5_has_its_mixtures_alone_in_four_bits(quantmint: Quantmint, words: tuple[str, ...]) -> None:
+    """amd/Qwen3.5-397B-A17B-MoE-MXFP4 has shared experts in MXFP4 too, and the gates beside them in 16 bit."""
+    source = build("qwen3_5_moe", Path("source").absolute())
+    add_predictor(source, "qwen")
+    texts = f"calibration: {{set: {Path(words[1]).absolute()}, samples: 8, sequence_length: 64}}"
+    folder = run_shipped(quantmint, "qwen35-397b-mxfp4", source, texts)
+    kept = ("*linear_attn*", "*self_attn*", "*mlp.gate", "*shared_expert_gate", "*lm_head", "*visual*", "mtp.*")
+    assert assert_card(folder, Card(kept, "mxfp4", {}))["mxfp4"] == 30

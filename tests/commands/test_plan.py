@@ -100,10 +100,10 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
     sizes = plan["predicted"]
     method = json.loads((config / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
     width = {None: 2, "fp8": 1, "mxfp4": 0.56}[method]  # bytes; MXFP4 with what gpt-oss has in 16 bit
-    assert sizes["source"] == pytest.approx(width * sizes["parameters"], rel=0.01 if method is None else 0.03)
+    assert sizes["source"] == pytest.approx(width * sizes["parameters"], rel=0.02 if method is None else 0.03)
     ratio = sizes["source"] * 2 / width / sizes["checkpoint"]
     low, high = {
-        "mxfp4": (3.4, 4.0),  # 4.25 bits a weight, what is kept in 16 bit takes from it
+        "mxfp4": (3.3, 4.0),  # 4.25 bits a weight, what is kept in 16 bit takes from it
         "mxfp4_fp8": (3.4, 4.0),
         "fp8": (1.75, 2.0),
         "ptpc_fp8": (1.75, 2.0),
