@@ -36,10 +36,12 @@ from quantmint.eval.suites import SuiteTask, data_files, definition
 class Endpoint:
     """A server of completions, and the settings of the requests to it.
 
-    `base_url` is without `/v1`; `max_length` is the server's maximum length in tokens, `seed` that of the few-shot
-    examples and of the requests. Prompts go out as token ids, so the server's tokenizer has no say. `batch_size`
-    prompts share one HTTP request: parsing and scheduling a list is far cheaper than as many requests, above all for
-    the four one-line requests that a multiple-choice item makes. `concurrency` such requests are in flight at a time.
+    `path` is where prompts are sent, and `runtime` names the form of the requests ("vllm": OpenAI's, with prompts that
+    are echoed). `base_url` is without both; `max_length` is the server's maximum length in tokens, `seed` that of the
+    few-shot examples and of the requests. Prompts go out as token ids, so the server's tokenizer has no say.
+    `batch_size` prompts share one HTTP request: parsing and scheduling a list is far cheaper than as many requests,
+    above all for the four one-line requests that a multiple-choice item makes. `concurrency` such requests are in
+    flight at a time.
     """
 
     base_url: str
@@ -49,12 +51,14 @@ class Endpoint:
     seed: int
     concurrency: int = 8
     batch_size: int = 32
+    runtime: str = "vllm"
+    path: str = "/v1/completions"
 
     def model_arguments(self) -> dict[str, object]:
         """Return the constructor arguments of lm-eval's model `local-completions` for this server."""
         return {
             "model": self.model_name,
-            "base_url": f"{self.base_url.rstrip('/')}/v1/completions",
+            "base_url": f"{self.base_url.rstrip('/')}{self.path}",
             "tokenizer": str(self.tokenizer),
             "tokenizer_backend": "huggingface",
             "tokenized_requests": True,
@@ -72,7 +76,7 @@ def opening(endpoint: Endpoint, include_path: Path, *, only_ours: bool) -> dict[
 
     With `only_ours` lm-eval does not read the index of its own tasks.
     """
-    given = {"model": endpoint.model_arguments(), "seed": endpoint.seed}
+    given = {"model": endpoint.model_arguments(), "seed": endpoint.seed, "runtime": endpoint.runtime}
     return {"open": {**given, "include_path": str(include_path), "only_ours": only_ours}}
 
 

@@ -45,14 +45,14 @@ class TaskHarness:
         from lm_eval import evaluator
         from lm_eval.tasks import TaskManager
 
-        from quantmint.eval.harness_client import CountingClient
+        from quantmint.eval.harness_client import client_of
 
         sandbox_templates()
         # After each batch it would run pip, nvcc and lscpu; what a stage ran on is kept beside its samples, once.
         evaluator.add_env_info = lambda _: None
         self._seed: int = opening["seed"]
         self._manager = TaskManager(include_path=opening["include_path"], include_defaults=not opening["only_ours"])
-        self._model: Any = (model or CountingClient)(
+        self._model: Any = (model or client_of(opening.get("runtime", "vllm")))(
             opening["model"], lambda count: tell({"expect": count}), lambda count: tell({"done": count})
         )
         self._loaded: dict[str, tuple[SuiteTask, dict[str, Any], dict[str, list[str]]]] = {}

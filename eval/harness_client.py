@@ -126,5 +126,57 @@ class CountingClient(TokenizerFacts, LocalCompletionsAPI):  # type: ignore[misc]
         return payload
 
 
+class SglangClient(CountingClient):
+    """`CountingClient` of SGLang's native `/generate`, which scores prompts; all prompts are lists of token ids.
+
+    lm-eval has such a model too, "sglang-generate", whose answer to whether a continuation is the likeliest is inverted
+    (x[1] != y[0][1] in lm-eval 0.4).
+    """
+
+    def _create_payload(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Return the request in SGLang's form. Settings besides OpenAI's are passed on as sampling parameters."""
+        asked = super()._create_payload(*args, **options)
+        ids = asked.pop("prompt")
+        if not options.get("generate"):
+            return {
+                "input_ids": ids,
+                "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "top_logprobs_num": 1,
+            }
+        for name in ("model", "seed"):  # the server has one model, and draws nothing at temperature 0
+            asked.pop(name, None)
+        return {"input_ids": ids, "sampling_params": {"max_new_tokens": asked.pop("max_tokens"), **asked}}
+
+    @staticmethod
+    def parse_logprobs(outputs: Any, tokens: Any = None, ctxlens: Any = None, **_: Any) -> list[tuple[float, bool]]:
+        """Return (log probability, whether it is the likeliest) of each prompt's continuation.
+
+        It begins at token ``ctxlens[i]`` of prompt i. Raises `ValueError` where the tokens are not the prompt's.
+        """
+        scores = []
+        answers = outputs if isinstance(outputs, list) else [outputs]
+        for answer, prompt, start in zip(answers, tokens, ctxlens, strict=True):
+            facts = answer["meta_info"]
+            scored, tops = facts["input_token_logprobs"], facts["input_top_logprobs"]
+            if [entry[1] for entry in scored] != list(prompt):
+                raise ValueError(f"/generate answered for {len(scored)} tokens, expected the prompt's {len(prompt)}")
+            pairs = list(zip(scored[start:], tops[start:], strict=True))
+            # By value: equal logits have more than one likeliest token.
+            scores.append((sum(entry[0] for entry, _ in pairs), all(entry[0] >= top[0][0] for entry, top in pairs)))
+        return scores
+
+    @staticmethod
+    def parse_generations(outputs: Any, **_: Any) -> list[str]:
+        """Return the text of each answer, in the order of the prompts."""
+        return [str(answer["text"]) for answer in (outputs if isinstance(outputs, list) else [outputs])]
+
+
+def client_of(runtime: str) -> type[CountingClient]:
+    """Return the client for a runtime's form of requests, by the runtime's name in a recipe."""
+    return {"vllm": CountingClient, "sglang": SglangClient}[runtime]
+
+
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

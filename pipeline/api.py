@@ -276,12 +276,14 @@ def run(
     store: str | Path = "store",
     remote_store: str | None = None,
     reporter: Reporter | None = None,
+    endpoints: Sequence[str] = (),
 ) -> RunResult:
     """Run a recipe (a name, a YAML file, or a loaded one): quantize, prove and, after a PASS, publish.
 
     ``until`` is the last stage, ``redo`` names stages to make again although the store has them. ``on`` is ray or
-    ray://HEAD, a cluster to compute on; ``remote_store`` is the URL of a store to share. Raises `QuantmintError`;
-    finished stages stay, and the same call resumes after them.
+    ray://HEAD, a cluster to compute on; ``remote_store`` is the URL of a store to share. ``endpoints`` are
+    "baseline=URL" and "candidate=URL" of servers that run already, for a recipe with `serve: {runtime: sglang}`. Raises
+    `QuantmintError`; finished stages stay, and the same call resumes after them.
     """
     from quantmint.pipeline.runs.search import run_search
     from quantmint.pipeline.runs.session import open_setting
@@ -297,6 +299,7 @@ def run(
         device=device,
         to_run=True,
         remote=None if remote_store is None else open_tier(remote_store, reporter.warn, local_device),
+        endpoints=endpoints,
     )
     with _spread(on, setting, reporter) as setting:
         return RunResult(*run_search(setting, reporter, until=until, redo=redo))

@@ -41,13 +41,27 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 @click.argument("recipe")
 @click.option("--until", metavar="STAGE", help="Stop after this stage, such as quantize or inspect.")
 @click.option("--redo", metavar="STAGE", multiple=True, help="Run this stage again although it is cached.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["local", "endpoint"]),
+    default="local",
+    show_default=True,
+    help="endpoint: ask servers that run already.",
+)
+@click.option(
+    "--endpoint",
+    "endpoints",
+    metavar="SIDE=URL",
+    multiple=True,
+    help="baseline=URL and candidate=URL, for --launcher endpoint.",
+)
 @device_option
 @on_option
 @vllm_option
 @store_option
 @remote_option
 @json_option
-def run(recipe: str, store_path: Path, remote: str | None, as_json: bool, **options: Any) -> int:
+def run(recipe: str, store_path: Path, remote: str | None, as_json: bool, launcher: str, **options: Any) -> int:
     """Quantize, prove and, after a PASS, publish what RECIPE (a name or a YAML file) says.
 
     Finished stages are taken from the store; the same command goes on with an interrupted run.
@@ -56,6 +70,8 @@ def run(recipe: str, store_path: Path, remote: str | None, as_json: bool, **opti
     """
     from quantmint.pipeline import api
 
+    if (launcher == "endpoint") != bool(options["endpoints"]):
+        raise click.UsageError("expected --launcher endpoint together with --endpoint baseline=URL and candidate=URL")
     reporter = reporter_for(json=as_json)
     result = api.run(recipe, store=store_path, remote_store=remote, reporter=reporter, **options)
     ending = _ending(result, reporter.warn)

@@ -111,6 +111,7 @@ def _request(model: str, port: int, options: dict[str, Any], *, planning: bool) 
         config=options["config"],
         vllm=None if environment is None else str(environment.executable),
     )
+    served.require_launcher("local" if planning else options["launcher"])
     recipe = served.recipe
     section = Serve() if recipe is None else recipe.serve
     target = target_for(options["target"], recipe)

@@ -422,6 +422,9 @@ class Draft(Section):
 class Serve(Section):
     """Settings of the launch besides `target`; `quantmint tune` prints such a section."""
 
+    runtime: Literal["vllm", "sglang"] = "vllm"
+    """Engine that serves and is measured. sglang: servers of SGLang that you start; `quantmint run --launcher endpoint`
+    asks them for the canary and the suite, and measures no throughput."""
     profile: Literal["latency", "throughput", "offline", "streaming"] | None = None
     """Purpose of the server (null: the one of the target's workload)."""
     knobs: dict[str, KnobValue] = Field(default_factory=dict)
@@ -441,6 +444,12 @@ class Serve(Section):
     def overrides(self) -> dict[str, str | bool]:
         """Return the knobs as a launch plan takes them: text as on a command line, or true and false for switches."""
         return {name: value if isinstance(value, bool) else str(value) for name, value in self.knobs.items()}
+
+    @model_serializer(mode="wrap")
+    def _omit_default(self, dump: Any) -> dict[str, Any]:
+        """Omit vLLM as the runtime: recipes without the key keep their fingerprints."""
+        dumped: dict[str, Any] = dump(self)
+        return {name: value for name, value in dumped.items() if name != "runtime" or value != "vllm"}
 
 
 class Recipe(Section):
@@ -507,6 +516,11 @@ class Recipe(Section):
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
         dumped: dict[str, Any] = dump(self)
         return {name: value for name, value in dumped.items() if name not in ("search", "draft") or value is not None}
+
+    @property
+    def answered_by(self) -> Literal["vllm", "sglang", "reference"]:
+        """Return the runtime that answers for both sides: the server's, or the reference runtime in its place."""
+        return "reference" if self.evaluation.runtime == "reference" else self.serve.runtime
 
     @property
     def endpoints(self) -> Mapping[str, tuple[SuiteTask, ...]]:

@@ -34,7 +34,7 @@ from quantmint.pipeline.publish.addresses import published_folder, serving_name
 from quantmint.pipeline.publish.release import DRAFT
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
-from quantmint.pipeline.recipe.load import recipe_names
+from quantmint.pipeline.recipe.load import LoadedRecipe, recipe_names
 from quantmint.pipeline.recipe.schema import Recipe, Serve, Speculative
 from quantmint.pipeline.runs.planner import build_plan, find_entry
 from quantmint.pipeline.runs.search import stand_in
@@ -49,11 +49,12 @@ from quantmint.pipeline.serving.plan import LaunchPlan, Process, processes
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import Profile, ServingTarget, parse_target, profile, profiles
+from quantmint.pipeline.serving.running.dialect import VLLM, Dialect, dialect_of
 from quantmint.pipeline.serving.running.endpoint import EndpointLauncher
 from quantmint.pipeline.serving.running.launchers import DockerLauncher, LocalLauncher
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.draft import draft_model
-from quantmint.pipeline.stages.serve import facts_made, held_to
+from quantmint.pipeline.stages.serve import facts_made, held_to, require_endpoints
 from quantmint.pipeline.stages.setting import Setting, SourceIdentity
 from quantmint.pipeline.stages.source import config_folder, fetch, identify, model_folder, repository
 from quantmint.pipeline.store.tree import Store
@@ -68,7 +69,7 @@ class ServedModel:
     ``model`` is the name on the command line: an absolute path, or a repository that vLLM would fetch by itself at
     ``revision``. ``missing`` is the error that serving it would raise, None where its weights are here or can be
     fetched. ``identity`` is set for a repository. ``recipe`` is None for a model without a recipe; ``tunableop`` is the
-    file of tuned kernels that the recipe names, ``draft`` the folder of its draft.
+    file of tuned kernels that the recipe names, ``draft`` the folder of its draft. ``loaded`` has the recipe's file.
     """
 
     model: str
@@ -80,6 +81,17 @@ class ServedModel:
     tunableop: Path | None = None
     missing: UserError | None = None
     draft: Path | None = None
+    loaded: LoadedRecipe | None = None
+
+    @property
+    def dialect(self) -> Dialect:
+        """The requests of the runtime that the recipe names; without a recipe, vLLM's."""
+        return VLLM if self.recipe is None else dialect_of(self.recipe.serve.runtime)
+
+    def require_launcher(self, kind: str) -> None:
+        """Raise `RecipeError` where the launcher ``kind`` does not serve by the recipe's runtime."""
+        if self.loaded is not None:
+            require_endpoints(self.loaded, kind)
 
     def speculative(self, section: Serve) -> Speculative | None:
         """Return a recipe's speculative decoding, with the draft that lies beside the checkpoint as its model."""
@@ -183,7 +195,7 @@ def _of_recipe(text: str, store: Path, *, baseline: bool, config: Path | None, v
     draft = None if recipe.draft is None else draft_model(setting, "baseline" if baseline else "candidate")
     if draft is not None and not baseline and (Path(served.model) / DRAFT).is_dir():
         draft = Path(served.model) / DRAFT  # a release has its own
-    return replace(served, recipe=recipe, tunableop=setting.loaded.tunableop, draft=draft)
+    return replace(served, recipe=recipe, tunableop=setting.loaded.tunableop, draft=draft, loaded=setting.loaded)
 
 
 def _checkpoint_of(setting: Setting, config: Path | None) -> Path | None:
@@ -356,7 +368,7 @@ def serve(
     if kind == "endpoint":
         if endpoint is None:
             raise UserError("--launcher endpoint: found no --endpoint URL, expected the address of the server")
-        launcher = EndpointLauncher(endpoint)
+        launcher = EndpointLauncher(endpoint, request.model.dialect)
     else:
         nodes = plan.layout.nodes
         if nodes > 1 and len(request.hosts) < nodes:
@@ -398,7 +410,7 @@ def _report(plan: LaunchPlan, servers: Sequence[RunningServer], logs: Path) -> I
     for server in servers:
         yield f"serving     {server.model_name} at {server.base_url}, ready after {server.started_seconds:.0f} s"
         if server.log_path is None:
-            yield f"vllm        {server.version()}"
+            yield f"{server.dialect.runtime:<11} {server.version()}"
             continue
         scan = held_to(plan, server.scan_log(), Path(plan.model))
         version = scan.vllm_version or server.version()

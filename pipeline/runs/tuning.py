@@ -183,6 +183,7 @@ def open_subject(request: SubjectRequest, store: Store, reporter: Reporter) -> O
     version, environment = vllm_for(request.vllm, request.vllm_version, elsewhere=not request.measuring)
     executable = request.vllm if environment is not None else None
     served = find_model(request.text, store=store.root, vllm=executable)
+    served.require_launcher("local")
     if request.measuring:
         served = _present(served, request.text, request.vllm, store, reporter)
     recipe = served.recipe

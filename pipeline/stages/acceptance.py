@@ -45,7 +45,7 @@ class AcceptanceStage(SideStage):
     def is_planned(self, setting: Setting) -> bool:
         """Return whether the recipe serves with speculative decoding by vLLM."""
         recipe = setting.recipe
-        speculates = recipe.serve.speculative is not None and recipe.evaluation.runtime == "vllm"
+        speculates = recipe.serve.speculative is not None and recipe.answered_by == "vllm"
         return super().is_planned(setting) and speculates
 
     def checks(self, setting: Setting) -> Sequence[Check]:

@@ -50,7 +50,7 @@ class BenchStage(Stage):
     def is_planned(self, setting: Setting) -> bool:
         """Return whether the recipe asks for launches and vLLM serves; the speed of other runtimes is not measured."""
         launches = setting.recipe.gate.throughput.launches
-        return super().is_planned(setting) and setting.recipe.evaluation.runtime == "vllm" and launches > 0
+        return super().is_planned(setting) and setting.recipe.answered_by == "vllm" and launches > 0
 
     def checks(self, setting: Setting) -> Sequence[Check]:
         """Return `require_server`."""

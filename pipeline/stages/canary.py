@@ -32,6 +32,7 @@ from quantmint.eval.canary import (
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import InvalidMeasurementError, RefusalError
 from quantmint.pipeline.base.machine import versions
+from quantmint.pipeline.serving.running.dialect import dialect_of
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.estimate import READ_S, TOKEN_BYTES, Estimate
 from quantmint.pipeline.stages.serve import launch_plan, model_key, require_server, runtime_modules, runtime_tools
@@ -180,13 +181,17 @@ def read_comparison(folder: Path) -> Canary:
 
 
 def tokenized(setting: Setting, folder: Path) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return (name, token ids) of each prompt by the tokenizer in ``folder``, cut to max_model_len - 1 tokens."""
+    """Return (name, token ids) of each prompt by the tokenizer in ``folder``, cut to max_model_len - 1 tokens.
+
+    A runtime that reserves further tokens gets prompts that are shorter by as many.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=setting.recipe.trust_remote_code
     )
-    longest = setting.recipe.target.max_model_len - 1  # one token is left for the answer
+    reserved = dialect_of(setting.recipe.serve.runtime).reserved
+    longest = setting.recipe.target.max_model_len - 1 - reserved  # one token is left for the answer
     return tuple(
         (prompt.name, tuple(int(token) for token in tokenizer(prompt.text)["input_ids"][:longest]))
         for prompt in prompts.parse(prompts.FOLDER / f"{setting.suite.canary}.jsonl")
@@ -201,21 +206,14 @@ def read_prompt(server: RunningServer, name: str, ids: Sequence[int], likeliest:
     """
     if isinstance(server, ReferenceServer):
         return _parsed(name, ids, server.ask("prompt_logprobs", ids=list(ids), likeliest=likeliest), likeliest)
-    body = {
-        "model": server.model_name,
-        "prompt": list(ids),
-        "max_tokens": 1,
-        "temperature": 0,
-        "prompt_logprobs": likeliest,
-    }
     try:
-        text = server.post("/v1/completions", body, timeout=_TIMEOUT_S)
+        positions = server.dialect.prompt_logprobs(server, ids, likeliest, timeout=_TIMEOUT_S)
     except RefusalError as error:
         if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and _NO_JSON not in error.answer:
             raise
         server.get("/health")
         return Answer(name, tuple(ids), (), (), ())
-    return _parsed(name, ids, json.loads(text)["choices"][0]["prompt_logprobs"], likeliest)
+    return _parsed(name, ids, positions, likeliest)
 
 
 def _parsed(

@@ -29,6 +29,8 @@ from quantmint.pipeline.serving.planning.layout import layout_words
 from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target
 from quantmint.pipeline.serving.render.invocation import command, script, servers
+from quantmint.pipeline.serving.running.dialect import SGLANG, dialect_of
+from quantmint.pipeline.serving.sglang import sglang_plan, shown_command
 from quantmint.pipeline.stages.calibrate import set_name, texts_of
 from quantmint.pipeline.stages.gate import checkpoint_digest
 from quantmint.pipeline.stages.quantize import INSPECTION
@@ -118,6 +120,15 @@ def _launch(
 
 def _left_out(recipe: Recipe) -> Iterator[str]:
     """Yield a caution for each part of the recipe's own launch that a reader lacks: tuned kernels, a draft model."""
+    if dialect_of(recipe.serve.runtime) is SGLANG:
+        plan = sglang_plan(
+            Path("FOLDER"),
+            served_model_name=recipe.name,
+            max_model_len=recipe.target.max_model_len,
+            kv_cache_dtype=recipe.quantization.kv_cache,
+            trust_remote_code=recipe.trust_remote_code,
+        )
+        yield f"the proof is of SGLang, not of vLLM: `{shlex.join(shown_command(plan.argv))}`"
     if recipe.serve.tunableop is not None:
         yield "the recipe serves with matrix kernels that TunableOp found, whose file is not here"
     if recipe.serve.speculative is not None and recipe.serve.speculative.model is not None:

@@ -38,6 +38,7 @@ from quantmint.pipeline.serving.knobs.overrides import check_arguments
 from quantmint.pipeline.serving.model.facts import schemes_of_experts
 from quantmint.pipeline.stages.long_context import long_faults
 from quantmint.pipeline.stages.reasoning import reasoning_faults
+from quantmint.pipeline.stages.runtime_faults import runtime_faults
 from quantmint.pipeline.stages.tool_calls import tool_faults
 
 
@@ -63,7 +64,13 @@ def check(
         *_proposals(loaded, cpu_flags),
         *_definitions(loaded, judged=judged),
     ]
-    faults += [*_kv_granularity(loaded), *_serve(loaded), *_overlaps(loaded, linear), *_objective(loaded)]
+    faults += runtime_faults(loaded) if judged else ()
+    faults += [
+        *_kv_granularity(loaded),
+        *_serve(loaded),
+        *_overlaps(loaded, linear),
+        *_objective(loaded),
+    ]
     names = linear if linear is not None else modules.expected_names(config) if config is not None else ()
     faults += _fused(loaded, names, config)
     return faults if config is None else [*faults, *_model(loaded, modules.text_config(config))]

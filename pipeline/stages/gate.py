@@ -20,6 +20,7 @@ from quantmint.pipeline.quantize.digest import folder_digest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from quantmint.pipeline.quantize.model.encodings import input_rounding
 from quantmint.pipeline.serving.reference.launch import shown_command
+from quantmint.pipeline.serving.sglang import shown_command as shown_sglang
 from quantmint.pipeline.stages.acceptance import read_pairs
 from quantmint.pipeline.stages.bench import read_launches
 from quantmint.pipeline.stages.canary import read_comparison
@@ -190,7 +191,7 @@ def _server(job: Job, side: Side) -> Server:
     return Server(
         version=launch["version"],
         device=launch["device"]["name"],
-        argv=shown_command(plan["argv"]),
+        argv=shown_sglang(shown_command(plan["argv"])),
         env=plan["env"],
         image=launch.get("image"),  # earlier versions did not know it
         faults=tuple(faults),

@@ -119,10 +119,12 @@ def open_harness(
         base_url=server.base_url,
         model_name=server.model_name,
         tokenizer=tokenizer,
-        max_length=setting.recipe.target.max_model_len,
+        max_length=setting.recipe.target.max_model_len - server.dialect.reserved,
         seed=setting.recipe.evaluation.seed,
         concurrency=concurrency,
         batch_size=batch_size,
+        runtime=server.dialect.runtime,
+        path=server.dialect.completions,
     )
     opening = harness.opening(endpoint, job.path / _OURS, only_ours=local)
     if isinstance(server, ReferenceServer):  # lm-eval is in its process

@@ -138,6 +138,12 @@ def _outcome(source: Checkpoint, layers: Sequence[Mapping[str, Any]]) -> str | N
 def _notes(server: Server) -> list[str]:
     """Return notes on how runtime and hardware limit what the figures show; empty for vLLM on an AMD GPU."""
     row = hardware.table().get(server.hardware)
+    if server.engine.startswith("sglang"):
+        return [
+            f"Both sides were answered by SGLang ({server.engine}) at endpoints that quantmint did not start: that "
+            "each serves its checkpoint is shown by its folder where it is on this machine, else by its name alone. "
+            "Throughput was not measured."
+        ]
     if not server.engine.startswith("vllm"):
         return [
             f"Both sides were answered by the reference runtime ({server.runtime}), not by vLLM: the checkpoint's "

@@ -20,6 +20,8 @@ from quantmint.pipeline.base.hardware import needs
 from quantmint.pipeline.base.machine import Device, versions
 from quantmint.pipeline.base.schemes import has_mx_activations
 from quantmint.pipeline.quantize.digest import template_digest, tokenizer_digest
+from quantmint.pipeline.recipe.faults import refuse
+from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.recipe.modules import assigned
 from quantmint.pipeline.recipe.schema import Quantization, Recipe
 from quantmint.pipeline.serving.host.detect import local_device
@@ -31,8 +33,11 @@ from quantmint.pipeline.serving.planning.planner import plan_serving
 from quantmint.pipeline.serving.planning.request import ServingRequest
 from quantmint.pipeline.serving.planning.target import ServingTarget, parse_target, profile
 from quantmint.pipeline.serving.reference.launch import reference_plan
+from quantmint.pipeline.serving.running.dialect import SGLANG, VLLM, dialect_of
+from quantmint.pipeline.serving.running.endpoint import is_local
 from quantmint.pipeline.serving.running.log import LogScan, checkpoint_quantization, plan_deviations, scan_log
 from quantmint.pipeline.serving.running.server import RunningServer
+from quantmint.pipeline.serving.sglang import sglang_plan
 from quantmint.pipeline.stages.draft import draft_digest, draft_model
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.servers import ReferenceServer, over_nodes
@@ -43,9 +48,9 @@ from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here, en
 
 
 def keep_log(server: RunningServer, destination: Path) -> LogScan:
-    """Copy the server's log so far to ``destination``, and return its scan."""
-    assert server.log_path is not None  # noqa: S101 - a run starts its servers itself
-    text = server.log_path.read_text(encoding="utf-8", errors="replace")
+    """Copy the server's log so far to ``destination``, and return its scan; a server at an endpoint has none."""
+    log = server.log_path
+    text = "" if log is None else log.read_text(encoding="utf-8", errors="replace")
     destination.write_text(text, encoding="utf-8")
     return scan_log(text)
 
@@ -105,11 +110,10 @@ class ServeStage(SideStage):
             digest = hashlib.sha256(kernels.read_bytes()).hexdigest()
             env = {name: digest if value == str(kernels) else value for name, value in launch["env"].items()}
             launch = {**launch, "env": env}
-        runtime = setting.recipe.evaluation.runtime
         return {
             "launch": launch,
             "hardware": setting.recipe.target.hardware,
-            "runtime": runtime,
+            "runtime": setting.recipe.answered_by,
             **image_settings(setting),
             **({} if setting.recipe.draft is None else {"draft": draft_digest(setting)}),
         }
@@ -127,6 +131,7 @@ class ServeStage(SideStage):
         for finding in scan.findings:
             job.progress.warn(f"{finding.why}: {finding.line}")
         launch = launch_plan(job.setting, self.side, Path("MODEL")).to_json()
+        launch["argv"] += server.dialect.arguments(server)
         answering = runtime_of(server, scan, job.path / SERVER_LOG)
         template = template_digest(folder, plan.option("--chat-template"))
         write_json(
@@ -140,7 +145,7 @@ class ServeStage(SideStage):
                 "image": job.setting.image,
             },
         )
-        vllm = None if job.setting.recipe.evaluation.runtime == "reference" else job.setting.vllm
+        vllm = job.setting.vllm if job.setting.recipe.answered_by == "vllm" else None
         environment = environment_here(runtime_tools(job.setting)) if vllm is None else environment_of(vllm.python)
         write_json(job.path / ENVIRONMENT, environment.to_json())
         tokens = f", room for {scan.kv_tokens:,} tokens of KV cache" if scan.kv_tokens is not None else ""
@@ -156,8 +161,11 @@ def runtime_modules(setting: Setting) -> Sequence[tuple[str, str]]:
 
 
 def require_server(setting: Setting) -> None:
-    """Raise `UserError` where vLLM is needed and was not found, or its launch needs nodes that are not there."""
+    """Raise `UserError` where the runtime that answers is not there, or vLLM's launch needs nodes that are not."""
     if setting.recipe.evaluation.runtime == "reference":
+        return
+    if dialect_of(setting.recipe.serve.runtime) is not VLLM:
+        require_endpoints(setting.loaded, "local" if setting.endpoints is None else "endpoint")
         return
     if setting.vllm is None:
         raise UserError(
@@ -167,6 +175,17 @@ def require_server(setting: Setting) -> None:
     launch = launch_plan(setting, "baseline", Path("MODEL"))
     if launch.layout.nodes > 1:
         over_nodes(setting, setting.vllm, launch).require(launch)
+
+
+def require_endpoints(loaded: LoadedRecipe, launcher: str) -> None:
+    """Raise `RecipeError` where the recipe's runtime is not one that ``launcher`` starts, with what works."""
+    dialect = dialect_of(loaded.recipe.serve.runtime)
+    if dialect is VLLM or launcher == "endpoint":
+        return
+    fault = f"found {dialect.runtime} with --launcher {launcher}, expected --launcher endpoint"
+    works = "--endpoint baseline=http://HOST:PORT --endpoint candidate=http://HOST:PORT"
+    why = f"quantmint starts no {dialect.title}, and asks servers that run already ({works})"
+    refuse([loaded.fault(("serve", "runtime"), f"{fault}: {why}")])
 
 
 def _require_vllm_packages(setting: Setting) -> None:
@@ -226,6 +245,14 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
             kv_cache_dtype="auto" if side == "baseline" else recipe.quantization.kv_cache,
             trust_remote_code=recipe.trust_remote_code,
             mx_scales=recipe.mx_scales if has_mx_activations(recipe.quantization.schemes) else "even",
+        )
+    if dialect_of(recipe.serve.runtime) is SGLANG:
+        return sglang_plan(
+            model,
+            served_model_name="model",
+            max_model_len=recipe.target.max_model_len,
+            kv_cache_dtype="auto" if side == "baseline" else recipe.quantization.kv_cache,
+            trust_remote_code=recipe.trust_remote_code,
         )
     tunableop = setting.loaded.tunableop
     source = facts_of_config(setting.config)
@@ -322,10 +349,15 @@ def facts_made(source: ModelFacts, section: Quantization) -> ModelFacts:
 
 
 def runtime_tools(setting: Setting) -> dict[str, str]:
-    """Return the versions that answers depend on: of vLLM, or of transformers and torch for the reference runtime."""
+    """Return the versions that answers depend on: of the server, or of the reference runtime's transformers and torch.
+
+    Without endpoints the version of another server than vLLM is "absent".
+    """
     if setting.recipe.evaluation.runtime == "reference":
         return versions("transformers", "torch")
-    return vllm_version(setting)
+    if dialect_of(setting.recipe.serve.runtime) is VLLM:
+        return vllm_version(setting)
+    return {setting.recipe.serve.runtime: "absent" if setting.endpoints is None else setting.endpoints.version}
 
 
 def vllm_version(setting: Setting) -> dict[str, str]:
@@ -333,6 +365,7 @@ def vllm_version(setting: Setting) -> dict[str, str]:
     return {"vllm": "absent" if setting.vllm is None else setting.vllm.version}
 
 
+_ELSEWHERE = Device("unknown", "a machine that its endpoint does not name")
 _LOGGED_DEVICE = re.compile(r"\bdevice_config=(\w+)")
 
 
@@ -341,10 +374,19 @@ def runtime_of(server: RunningServer, scan: LogScan, log: Path) -> dict[str, Any
 
     ``runtime`` is the text that a verdict names, ``version`` must be the same for both sides, ``kv_cache_dtype`` is
     that of the running cache ("auto", "fp8", ...) or None where the log does not say. ``log`` is the copy of the
-    server's log. Raises `ServingError` where vLLM does not answer.
+    server's log; a server at an endpoint tells the same over HTTP. Raises `ServingError` where it does not answer.
     """
     if isinstance(server, ReferenceServer):
         return dict(server.ask("facts"))
+    if server.log_path is None:
+        dialect, version = server.dialect, f"{server.dialect.runtime} {server.version()}"
+        device = asdict(local_device(dialect.device(server)) if is_local(server.base_url) else _ELSEWHERE)
+        return {
+            "runtime": version,
+            "version": version,
+            "device": device,
+            "kv_cache_dtype": dialect.kv_cache_dtype(server),
+        }
     version, device = f"vllm {server.version()}", asdict(vllm_device(log))
     return {"runtime": version, "version": version, "device": device, "kv_cache_dtype": scan.kv_cache_dtype}
 

@@ -22,6 +22,7 @@ from quantmint.pipeline.quantize.device import give_back_memory
 from quantmint.pipeline.serving.environment import VllmEnvironment
 from quantmint.pipeline.serving.plan import LaunchPlan
 from quantmint.pipeline.serving.reference.launch import reference_command, reference_environment
+from quantmint.pipeline.serving.running.endpoint import EndpointLauncher, Endpoints
 from quantmint.pipeline.serving.running.launchers import ClusterLauncher, LocalLauncher
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.setting import Setting
@@ -121,6 +122,9 @@ class Servers:
         context: AbstractContextManager[Callable[[], RunningServer]]
         if setting.recipe.evaluation.runtime == "reference":
             title, context = "the reference runtime", _started_reference(setting, plan, log)
+        elif setting.endpoints is not None:
+            self._progress.say(f"asking {setting.endpoints.dialect.title} with the {side} at its endpoint")
+            return _attached(setting.endpoints, side, plan, self._progress)
         elif setting.vllm is None:
             raise UserError(
                 "no vLLM was found to serve with.",
@@ -142,6 +146,18 @@ class Servers:
         """Stop all running model servers, but not lm-eval."""
         self._ready.clear()
         self._running.close()
+
+
+@contextmanager
+def _attached(
+    endpoints: Endpoints, side: str, plan: LaunchPlan, progress: Progress
+) -> Iterator[Callable[[], RunningServer]]:
+    """Yield a function that returns the running server of a side. Raises `ServingError` where it serves another model.
+
+    The server is not stopped.
+    """
+    server = EndpointLauncher(endpoints.addresses[side], endpoints.dialect).attach(plan, progress.say)
+    yield lambda: server
 
 
 @dataclass(frozen=True, slots=True)

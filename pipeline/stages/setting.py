@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantmint.pipeline.quantize.budget import Point
     from quantmint.pipeline.quantize.engines.stream.schedule import WriteShards
     from quantmint.pipeline.serving.environment import VllmEnvironment
+    from quantmint.pipeline.serving.running.endpoint import Endpoints
     from quantmint.pipeline.serving.running.launchers import Cluster
     from quantmint.pipeline.store.remote import RemoteTier
 
@@ -127,7 +128,8 @@ class Setting:
     PyTorch's name of the device that calibrates and quantizes; ``home`` is the folder that publish folders are relative
     to; ``remote`` is a store that several sites share, or None; ``commits`` resolves branches of data sets; ``image``
     is the container that serves, as name@sha256:DIGEST, or None; ``spread`` are other machines for parts of a stage
-    (None: this process alone); ``chosen`` is set where ``loaded`` has chosen schemes in the place of `scheme: auto`.
+    (None: this process alone); ``endpoints`` are servers that run already, in place of those that a run starts
+    (None: it starts them); ``chosen`` is set where ``loaded`` has chosen schemes in the place of `scheme: auto`.
     """
 
     loaded: LoadedRecipe
@@ -144,6 +146,7 @@ class Setting:
     image: str | None = None
     spread: Spread | None = None
     chosen: Chosen | None = None
+    endpoints: Endpoints | None = None
 
     @property
     def written(self) -> Recipe:

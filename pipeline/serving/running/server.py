@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from quantmint.pipeline.base.errors import RefusalError, ServingError, UserError
 from quantmint.pipeline.base.processes import Child, stop
 from quantmint.pipeline.serving.plan import LaunchPlan, Process, waves
+from quantmint.pipeline.serving.running.dialect import VLLM, Dialect
 from quantmint.pipeline.serving.running.log import LogScan, diagnose, last_lines, scan_log
 
 HOST = "127.0.0.1"
@@ -33,7 +34,7 @@ class RunningServer:
 
     ``base_url`` is its address without an API path (``http://127.0.0.1:PORT``). ``log_path`` is None for a server that
     quantmint did not start. ``started_seconds`` is the time from its start to the first healthy answer. ``pid`` is the
-    local process above the server's own processes, None if there is none.
+    local process above the server's own processes, None if there is none. ``dialect`` has the runtime's own requests.
     """
 
     model_name: str
@@ -41,10 +42,11 @@ class RunningServer:
     log_path: Path | None
     started_seconds: float
     pid: int | None = None
+    dialect: Dialect = VLLM
 
     def version(self) -> str:
-        """Ask the server for its vLLM version. Raises `ServingError` as in `get`."""
-        return str(json.loads(self.get("/version"))["version"])
+        """Ask the server for its runtime's version. Raises `ServingError` as in `get`."""
+        return self.dialect.version(self)
 
     def scan_log(self) -> LogScan:
         """Scan the log written so far; only for a server with a ``log_path``."""
