@@ -31,7 +31,7 @@ RECIPE: dict[str, Any] = {
     "target": {"hardware": "cpu", "gpus": 1, "workload": "tiny", "max_model_len": 512},
     "serve": {"runtime": "sglang"},
     "evaluation": {"suite": "tiny", "limit": 120, "looks": 1, "control": None},
-    "gate": {"accuracy": {"margin": 0.1}, "throughput": {"min_ratio": None}, "canary": {"min_agreement": 0.6}},
+    "gate": {"accuracy": {"margin": 0.1, "margins": {"tiny_arithmetic": 0.1, "tiny_facts": 0.1}}, "throughput": {"min_ratio": None}, "canary": {"min_agreement": 0.6}},
     "publish": {"folder": "published", "licence": {"id": "apache-2.0"}},
 }
 

@@ -33,8 +33,8 @@ _SAMPLING = {"max_new_tokens", "temperature", "stop"}
 class SglangServer:
     """``folder`` is what the server says it serves, ``settings`` replace what /server_info says."""
 
-    def __init__(self, model: Any, tokenizer: Any, folder: Path, *, name: str = "model", **settings: Any) -> None:
-        self.model, self.tokenizer, self.name = model, tokenizer, name
+    def __init__(self, model: Any, tokenizer: Any, folder: Path, *, name: str = "model", owner: str = "sglang", **settings: Any) -> None:
+        self.model, self.tokenizer, self.name, self.owner = model, tokenizer, name, owner
         self.settings: dict[str, Any] = {
             "model_path": str(folder),
             "served_model_name": name,
@@ -105,7 +105,7 @@ class SglangServer:
             "id": self.name,
             "object": "model",
             "created": 1,
-            "owned_by": "sglang",
+            "owned_by": self.owner,
             "root": self.name,  # SGLang's root is the name, not the folder
             "parent": None,
             "max_model_len": self.settings["context_length"],
