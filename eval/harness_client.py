@@ -135,8 +135,8 @@ class SglangClient(CountingClient):
 
     def _create_payload(self, *args: Any, **options: Any) -> dict[str, Any]:
         """Return the request in SGLang's form. Settings besides OpenAI's are passed on as sampling parameters."""
-        asked = super()._create_payload(*args, **options)
-        ids = asked.pop("prompt")
+        payload = super()._create_payload(*args, **options)
+        ids = payload.pop("prompt")
         if not options.get("generate"):
             return {
                 "input_ids": ids,
@@ -146,8 +146,8 @@ class SglangClient(CountingClient):
                 "top_logprobs_num": 1,
             }
         for name in ("model", "seed"):  # the server has one model, and draws nothing at temperature 0
-            asked.pop(name, None)
-        return {"input_ids": ids, "sampling_params": {"max_new_tokens": asked.pop("max_tokens"), **asked}}
+            payload.pop(name, None)
+        return {"input_ids": ids, "sampling_params": {"max_new_tokens": payload.pop("max_tokens"), **payload}}
 
     @staticmethod
     def parse_logprobs(outputs: Any, tokens: Any = None, ctxlens: Any = None, **_: Any) -> list[tuple[float, bool]]:

@@ -286,7 +286,7 @@ def run(
     `QuantmintError`; finished stages stay, and the same call resumes after them.
     """
     from quantmint.pipeline.runs.search import run_search
-    from quantmint.pipeline.runs.session import open_setting
+    from quantmint.pipeline.runs.session import open_setting, with_endpoints
     from quantmint.pipeline.serving.host.detect import local_device
     from quantmint.pipeline.store.remote import open_tier
     from quantmint.pipeline.store.tree import Store
@@ -299,9 +299,8 @@ def run(
         device=device,
         to_run=True,
         remote=None if remote_store is None else open_tier(remote_store, reporter.warn, local_device),
-        endpoints=endpoints,
     )
-    with _spread(on, setting, reporter) as setting:
+    with _spread(on, with_endpoints(setting, endpoints), reporter) as setting:
         return RunResult(*run_search(setting, reporter, until=until, redo=redo))
 
 

@@ -18,7 +18,7 @@ from quantmint.pipeline.recipe.load import LoadedRecipe, load_recipe, recipe_nam
 from quantmint.pipeline.runs.search import settled
 from quantmint.pipeline.serving.environment import VARIABLE, find_vllm, serving_image
 from quantmint.pipeline.serving.running.dialect import VLLM, dialect_of
-from quantmint.pipeline.serving.running.endpoint import Endpoints, open_endpoints
+from quantmint.pipeline.serving.running.endpoint import open_endpoints
 from quantmint.pipeline.stages.checks import check
 from quantmint.pipeline.stages.setting import Commits, Setting, SourceIdentity
 from quantmint.pipeline.stages.source import config_folder, identify
@@ -52,20 +52,17 @@ def open_setting(
     to_run: bool = False,
     remote: RemoteTier | None = None,
     proven: bool = True,
-    endpoints: Sequence[str] = (),
 ) -> Setting:
     """Return everything that a plan needs, for a recipe by name, file or content.
 
     ``config`` is a folder with a config.json that stands in for the model, to plan without a network; ``to_run`` says
     that this machine's CPU serves; ``remote`` is a tier of the store to take entries from. Without ``proven`` nothing
-    will be served: no vLLM is looked for, and the source's weights are not hashed. ``endpoints`` name the servers of
-    both sides as ``SIDE=URL``; they are asked for their version. Raises `RecipeError` for a recipe with faults, before
-    anything is downloaded or hashed.
+    will be served: no vLLM is looked for, and the source's weights are not hashed. Raises `RecipeError` for a recipe
+    with faults, before anything is downloaded or hashed.
     """
     loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe_named(recipe, store.root) or recipe)
     flags = local_cpu_flags() if to_run else None
     refuse(check(loaded, cpu_flags=flags, judged=proven))
-    attached = attached_servers(loaded.recipe, endpoints) if endpoints else None
     source, folder = loaded.recipe.source, config or loaded.source_folder
     if folder is None:
         identity = identify(source, None, store.root, hashed=proven)
@@ -77,23 +74,24 @@ def open_setting(
     elif loaded.source_folder is not None:  # last: hashing the weights takes minutes
         identity = identify(source, folder, store.root, hashed=proven)
     environment = vllm_for(loaded.recipe, vllm) if proven else None
-    setting = assemble(loaded, identity, facts, store=store, vllm=environment, device=device, remote=remote)
-    return setting if attached is None else replace(setting, endpoints=attached)
+    return assemble(loaded, identity, facts, store=store, vllm=environment, device=device, remote=remote)
 
 
-def attached_servers(recipe: Recipe, texts: Sequence[str]) -> Endpoints:
-    """Return the running servers that ``SIDE=URL`` texts name.
+def with_endpoints(setting: Setting, texts: Sequence[str]) -> Setting:
+    """Return the setting with the running servers that ``SIDE=URL`` texts name; without texts, the setting itself.
 
     Raises `UserError` for a recipe whose servers a run starts itself, else as `open_endpoints`.
     """
-    dialect = dialect_of(recipe.serve.runtime)
+    if not texts:
+        return setting
+    recipe, dialect = setting.recipe, dialect_of(setting.recipe.serve.runtime)
     if recipe.answered_by != dialect.runtime or dialect is VLLM:
         raise UserError(
             f"--launcher endpoint: found a recipe that {recipe.answered_by} answers for, which a run starts itself; "
             "expected `serve: {runtime: sglang}`",
             hint="Leave --launcher and --endpoint out.",
         )
-    return open_endpoints(texts, dialect)
+    return replace(setting, endpoints=open_endpoints(texts, dialect))
 
 
 def vllm_for(recipe: Recipe, named: str | None) -> VllmEnvironment | None:

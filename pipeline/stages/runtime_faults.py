@@ -1,4 +1,4 @@
-"""What a recipe asks for that its serving runtime cannot answer, found before any work.
+"""Find the parts of a recipe that its serving runtime cannot answer, before any work.
 
 A run asks SGLang for log probabilities of prompts and for greedy answers: the canary, the suite and its control. What
 is measured in another way, or belongs to a launch that quantmint makes, is refused.
@@ -21,11 +21,11 @@ def runtime_faults(loaded: LoadedRecipe) -> Iterator[Fault]:
     dialect = dialect_of(loaded.recipe.serve.runtime)
     if dialect is VLLM:
         return
-    for at, found in _launch_settings(loaded.recipe):
-        fault = f"found {found} with serve.runtime {dialect.runtime}, expected none"
+    for at, value in _launch_settings(loaded.recipe):
+        fault = f"found {value} with serve.runtime {dialect.runtime}, expected none"
         yield loaded.fault(at, f"{fault}: it is a setting of a vLLM that quantmint starts")
-    for at, found in _endpoints(loaded.recipe):
-        fault = f"found {found} with serve.runtime {dialect.runtime}, expected null: only vLLM's requests measure it"
+    for at, value in _endpoints(loaded.recipe):
+        fault = f"found {value} with serve.runtime {dialect.runtime}, expected null: only vLLM's requests measure it"
         yield loaded.fault(at, f"{fault}; {_ANSWERED}")
     if loaded.recipe.evaluation.runtime == "reference":
         fault = f"found reference with serve.runtime {dialect.runtime}, expected one of the two"

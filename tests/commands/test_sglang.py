@@ -123,9 +123,7 @@ def test_sglang_is_refused_where_vllm_is_promised(
     sglang: SglangServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, said = refused(
-        capsys, "serve", MODEL, "--target", "cpu", "--launcher", "endpoint", "--endpoint", sglang.url
-    )
+    code, said = refused(capsys, "serve", MODEL, "--target", "cpu", "--launcher", "endpoint", "--endpoint", sglang.url)
     assert code != 0
     assert f"{sglang.url} is SGLang, expected vLLM" in said
     path = write(tmp_path, serve={})

@@ -31,7 +31,11 @@ RECIPE: dict[str, Any] = {
     "target": {"hardware": "cpu", "gpus": 1, "workload": "tiny", "max_model_len": 512},
     "serve": {"runtime": "sglang"},
     "evaluation": {"suite": "tiny", "limit": 120, "looks": 1, "control": None},
-    "gate": {"accuracy": {"margin": 0.1, "margins": {"tiny_arithmetic": 0.1, "tiny_facts": 0.1}}, "throughput": {"min_ratio": None}, "canary": {"min_agreement": 0.6}},
+    "gate": {
+        "accuracy": {"margin": 0.1, "margins": {"tiny_arithmetic": 0.1, "tiny_facts": 0.1}},
+        "throughput": {"min_ratio": None},
+        "canary": {"min_agreement": 0.6},
+    },
     "publish": {"folder": "published", "licence": {"id": "apache-2.0"}},
 }
 
@@ -82,7 +86,9 @@ def test_a_whole_run_asks_in_sglangs_forms_and_passes(made: Made) -> None:
         canary = [body for body in server.bodies if body.get("top_logprobs_num", 1) > 1]
         scored = [body for body in server.bodies if body.get("top_logprobs_num") == 1]
         written = [body for body in server.bodies if "return_logprob" not in body]
-        assert canary and scored and written
+        assert canary
+        assert scored
+        assert written
         for body in canary:
             common = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": LIKELIEST}
             assert body == {"input_ids": body["input_ids"], "sampling_params": one, **common}

@@ -33,7 +33,9 @@ _SAMPLING = {"max_new_tokens", "temperature", "stop"}
 class SglangServer:
     """``folder`` is what the server says it serves, ``settings`` replace what /server_info says."""
 
-    def __init__(self, model: Any, tokenizer: Any, folder: Path, *, name: str = "model", owner: str = "sglang", **settings: Any) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, folder: Path, *, name: str = "model", owner: str = "sglang", **settings: Any
+    ) -> None:
         self.model, self.tokenizer, self.name, self.owner = model, tokenizer, name, owner
         self.settings: dict[str, Any] = {
             "model_path": str(folder),

@@ -24,7 +24,7 @@ Positions = Sequence[Mapping[str, Mapping[str, Any]]]
 entry says nothing; each other one contains the position's own token."""
 
 
-class Server(Protocol):
+class HttpServer(Protocol):
     """A server that answers HTTP: its address, the name of its model, GET and POST."""
 
     @property
@@ -55,7 +55,7 @@ class ServedName:
 
 
 class Dialect:
-    """What vLLM answers to; another runtime's dialect replaces what differs.
+    """The requests of vLLM; the dialect of another runtime replaces those that differ.
 
     ``runtime`` is the name in a recipe, ``title`` that in messages, ``completions`` the path that lm-eval asks, and
     ``reserved`` the tokens of the longest text that no prompt may use, beside the one that is generated.
@@ -66,11 +66,11 @@ class Dialect:
     completions = "/v1/completions"
     reserved = 0
 
-    def version(self, server: Server) -> str:
+    def version(self, server: HttpServer) -> str:
         """Return the runtime's version. Raises `ServingError` without an answer, or in another form."""
         return str(self._read(server, "/version")["version"])
 
-    def models(self, server: Server) -> list[ServedName]:
+    def models(self, server: HttpServer) -> list[ServedName]:
         """Return the models that the server lists. Raises `ServingError` where another runtime answers."""
         return [
             ServedName(str(model["id"]), model.get("root"), model.get("max_model_len")) for model in self._list(server)
@@ -80,7 +80,7 @@ class Dialect:
         """Return the version of this runtime that the plan was made for; empty where it was made for none."""
         return plan.vllm_version
 
-    def prompt_logprobs(self, server: Server, ids: Sequence[int], likeliest: int, *, timeout: float) -> Positions:
+    def prompt_logprobs(self, server: HttpServer, ids: Sequence[int], likeliest: int, *, timeout: float) -> Positions:
         """Return log probabilities of the prompt's tokens, and of the ``likeliest`` tokens at each position.
 
         Raises as `RunningServer.post`.
@@ -96,19 +96,19 @@ class Dialect:
         positions: Positions = json.loads(text)["choices"][0]["prompt_logprobs"]
         return positions
 
-    def kv_cache_dtype(self, server: Server) -> str | None:
+    def kv_cache_dtype(self, server: HttpServer) -> str | None:
         """Return the type of the KV cache that the server was started with, None where it does not say."""
         return None
 
-    def device(self, server: Server) -> str:
+    def device(self, server: HttpServer) -> str:
         """Return PyTorch's name of the kind of device that the server runs on."""
         return "cuda"
 
-    def arguments(self, server: Server) -> tuple[str, ...]:
+    def arguments(self, server: HttpServer) -> tuple[str, ...]:
         """Return arguments of the server's start that both sides must share and that the plan does not have."""
         return ()
 
-    def _read(self, server: Server, path: str) -> dict[str, Any]:
+    def _read(self, server: HttpServer, path: str) -> dict[str, Any]:
         """Return the JSON object that the server answers. Raises `ServingError` for another answer."""
         text = server.get(path)
         try:
@@ -116,17 +116,17 @@ class Dialect:
         except (ValueError, TypeError) as error:
             raise ServingError(f"{server.base_url} does not answer {path} as {self.title} does: {error}") from error
 
-    def _list(self, server: Server) -> list[dict[str, Any]]:
+    def _list(self, server: HttpServer) -> list[dict[str, Any]]:
         """Return the entries of /v1/models. Raises `ServingError` where their owner is another runtime."""
         try:
             models = [dict(model) for model in json.loads(server.get("/v1/models"))["data"]]
             owners = {str(model.get("owned_by", self.runtime)) for model in models if model["id"]}
         except (ValueError, KeyError, TypeError) as error:
             raise ServingError(f"{server.base_url} does not list its models as {self.title} does: {error}") from error
-        for other in owners & _DIALECTS.keys() - {self.runtime}:
+        for owner in owners & _DIALECTS.keys() - {self.runtime}:
             raise ServingError(
-                f"{server.base_url} is {_DIALECTS[other].title}, expected {self.title}",
-                hint=f"`serve: {{runtime: {other}}}` in a recipe is for {_DIALECTS[other].title}.",
+                f"{server.base_url} is {_DIALECTS[owner].title}, expected {self.title}",
+                hint=f"`serve: {{runtime: {owner}}}` in a recipe is for {_DIALECTS[owner].title}.",
             )
         return models
 
@@ -139,11 +139,11 @@ class SglangDialect(Dialect):
     completions = "/generate"
     reserved = 8  # managers/tp_worker.py takes prompts up to 6 tokens below the context length
 
-    def version(self, server: Server) -> str:
+    def version(self, server: HttpServer) -> str:
         """Return SGLang's version. Raises `ServingError` without an answer, or in another form."""
         return str(self._settings(server)["version"])
 
-    def models(self, server: Server) -> list[ServedName]:
+    def models(self, server: HttpServer) -> list[ServedName]:
         """Return the model that the server lists; its folder is the one that the server was started with."""
         models = self._list(server)
         folder = self._settings(server).get("model_path")
@@ -153,7 +153,7 @@ class SglangDialect(Dialect):
         """Return an empty string: no plan is made for a version of SGLang."""
         return ""
 
-    def prompt_logprobs(self, server: Server, ids: Sequence[int], likeliest: int, *, timeout: float) -> Positions:
+    def prompt_logprobs(self, server: HttpServer, ids: Sequence[int], likeliest: int, *, timeout: float) -> Positions:
         """Return log probabilities of the prompt's tokens, and of the ``likeliest`` tokens at each position.
 
         Raises as `RunningServer.post`, and `ServingError` for an answer in another form than documented.
@@ -169,35 +169,36 @@ class SglangDialect(Dialect):
         try:
             facts = json.loads(text)["meta_info"]
             tokens, tops = facts["input_token_logprobs"], facts["input_top_logprobs"]
-            asked = [int(entry[1]) for entry in tokens]
+            answered = [int(entry[1]) for entry in tokens]
             listed = [
                 {str(entry[1]): {"logprob": entry[0]} for entry in (*top, token)}
                 for token, top in zip(tokens[1:], tops[1:], strict=True)
             ]
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ServingError(f"{server.base_url} does not answer /generate as SGLang does: {error!r}") from error
-        if asked != list(ids):
+        if answered != list(ids):
             raise ServingError(
-                f"{server.base_url} answers /generate for {len(asked)} tokens, expected those of the prompt, {len(ids)}"
+                f"{server.base_url} answers /generate for {len(answered)} tokens, "
+                f"expected those of the prompt, {len(ids)}"
             )
         return [{}, *listed]
 
-    def kv_cache_dtype(self, server: Server) -> str | None:
+    def kv_cache_dtype(self, server: HttpServer) -> str | None:
         """Return the type of the KV cache that the server was started with, None where it does not say."""
         dtype = self._settings(server).get("kv_cache_dtype")
         return None if dtype is None else str(dtype)
 
-    def device(self, server: Server) -> str:
+    def device(self, server: HttpServer) -> str:
         """Return PyTorch's name of the kind of device that the server runs on."""
         return str(self._settings(server).get("device") or "cuda")
 
-    def arguments(self, server: Server) -> tuple[str, ...]:
+    def arguments(self, server: HttpServer) -> tuple[str, ...]:
         """Return those arguments of the server's start that both sides must share, as they are on a command line."""
         settings = self._settings(server)
         named = {f"--{name.replace('_', '-')}": settings.get(name) for name in _SHARED}
         return tuple(word for name, value in named.items() if value is not None for word in (name, str(value)))
 
-    def _settings(self, server: Server) -> dict[str, Any]:
+    def _settings(self, server: HttpServer) -> dict[str, Any]:
         """Return what `/server_info` says, or in earlier versions `/get_server_info`."""
         try:
             settings = self._read(server, "/server_info")

@@ -122,8 +122,8 @@ def open_endpoints(texts: Sequence[str], dialect: Dialect) -> Endpoints:
     for text in texts:
         side, equals, url = text.partition("=")
         if side not in _SIDES or not equals or side in addresses:
-            found = f"a second {side}" if side in addresses else repr(text)
-            raise UserError(f"--endpoint: found {found}, expected baseline=URL and candidate=URL")
+            shown = f"a second {side}" if side in addresses else repr(text)
+            raise UserError(f"--endpoint: found {shown}, expected baseline=URL and candidate=URL")
         addresses[side] = endpoint_url(url)
     absent = [side for side in _SIDES if side not in addresses]
     if absent:
