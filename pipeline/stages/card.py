@@ -128,7 +128,7 @@ def _left_out(recipe: Recipe) -> Iterator[str]:
             kv_cache_dtype=recipe.quantization.kv_cache,
             trust_remote_code=recipe.trust_remote_code,
         )
-        yield f"the proof is of SGLang, not of vLLM: `{shlex.join(shown_command(plan.argv))}`"
+        yield f"the proof is of SGLang, not of vLLM, started by {shlex.join(shown_command(plan.argv))}"
     if recipe.serve.tunableop is not None:
         yield "the recipe serves with matrix kernels that TunableOp found, whose file is not here"
     if recipe.serve.speculative is not None and recipe.serve.speculative.model is not None:

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from quantmint.eval.record import read
+from quantmint.eval.report.model import PAGE
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.stages.canary import LIKELIEST
 from tests.e2e.project import Project
@@ -111,7 +112,15 @@ def test_a_whole_run_asks_in_sglangs_forms_and_passes(made: Made) -> None:
         assert dict(zip(side.argv, side.argv[1:], strict=False))["--attention-backend"] == "torch_native"
     scores = {result.task: (result.baseline, result.candidate) for result in report.accuracy}
     assert all(before == after for before, after in scores.values())  # one model answered for both
-    card = (published / "README.md").read_text()
+    card = (published / "README.md").read_text().replace("\\", "")  # Markdown's escapes
     assert "sglang 0.5.9" in card
     assert "python3 -m sglang.launch_server --model-path FOLDER" in card
-    assert "endpoints that quantmint did not start" in (published / "quantmint" / "report.md").read_text()
+    assert "endpoints that quantmint did not start" in (published / "quantmint" / PAGE).read_text()
+
+
+def test_a_cache_of_another_type_is_invalid(made: Made) -> None:
+    with made.server("baseline") as baseline, made.server("candidate", kv_cache_dtype="fp8_e5m2") as candidate:
+        done = made.run(baseline, candidate, "--redo", "serve-candidate", "--json")
+    answer = json.loads(done.stdout)
+    assert answer["verdict"] == "INVALID"
+    assert any("its KV cache is fp8_e5m2, but the launch asked for auto" in reason for reason in answer["reasons"])
