@@ -116,6 +116,7 @@ class ServeStage(SideStage):
             "runtime": setting.recipe.answered_by,
             **image_settings(setting),
             **({} if setting.recipe.draft is None else {"draft": draft_digest(setting)}),
+            **({} if setting.endpoints is None else {"server": list(setting.endpoints.settings[self.side])}),
         }
 
     def tools(self, setting: Setting) -> Mapping[str, str]:

@@ -118,9 +118,9 @@ def test_a_whole_run_asks_in_sglangs_forms_and_passes(made: Made) -> None:
     assert "endpoints that quantmint did not start" in (published / "quantmint" / PAGE).read_text()
 
 
-def test_a_cache_of_another_type_is_invalid(made: Made) -> None:
+def test_a_server_with_a_cache_of_another_type_is_asked_anew_and_invalid(made: Made) -> None:
     with made.server("baseline") as baseline, made.server("candidate", kv_cache_dtype="fp8_e5m2") as candidate:
-        done = made.run(baseline, candidate, "--redo", "serve-candidate", "--json")
+        done = made.run(baseline, candidate, "--json")
     answer = json.loads(done.stdout)
     assert answer["verdict"] == "INVALID"
     assert any("its KV cache is fp8_e5m2, but the launch asked for auto" in reason for reason in answer["reasons"])

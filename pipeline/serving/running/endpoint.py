@@ -105,11 +105,15 @@ def is_local(url: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """The servers of both sides that run already: ``addresses`` by side, the ``version`` that both have."""
+    """The servers of both sides that run already: ``addresses`` by side, the ``version`` that both have.
+
+    ``settings`` are those of each side's server that change answers, as it tells them: part of a fingerprint.
+    """
 
     addresses: Mapping[str, str]
     version: str
     dialect: Dialect
+    settings: Mapping[str, Sequence[str]]
 
 
 def open_endpoints(texts: Sequence[str], dialect: Dialect) -> Endpoints:
@@ -131,14 +135,16 @@ def open_endpoints(texts: Sequence[str], dialect: Dialect) -> Endpoints:
             f"--launcher endpoint: found no --endpoint {absent[0]}=URL, expected the addresses of both servers"
         )
     versions: dict[str, str] = {}
+    settings: dict[str, Sequence[str]] = {}
     for side, url in addresses.items():
         server = RunningServer("", url, None, 0.0, dialect=dialect)
         dialect.models(server)
         versions[side] = server.version()
+        settings[side] = (*dialect.arguments(server), "--kv-cache-dtype", str(dialect.kv_cache_dtype(server)))
     if len(set(versions.values())) > 1:
         sides = ", ".join(f"{version} for the {side}" for side, version in versions.items())
         raise ServingError(f"--endpoint: found {dialect.title} {sides}, expected one version on both sides")
-    return Endpoints(addresses, versions["baseline"], dialect)
+    return Endpoints(addresses, versions["baseline"], dialect, settings)
 
 
 _SIDES = ("baseline", "candidate")
