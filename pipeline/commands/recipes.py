@@ -83,12 +83,13 @@ def init(model: str, text: Path | None, gpus: int, folder: Path, as_json: bool, 
         default_name,
         default_scheme,
         draft,
+        model_name,
         passages,
         split,
         write,
     )
     from quantmint.pipeline.recipe.faults import refuse
-    from quantmint.pipeline.recipe.load import load_recipe
+    from quantmint.pipeline.recipe.load import load_recipe, shipped_for
     from quantmint.pipeline.serving.host.detect import detect
     from quantmint.pipeline.stages.checks import check
 
@@ -106,14 +107,17 @@ def init(model: str, text: Path | None, gpus: int, folder: Path, as_json: bool, 
         draft(DraftOptions(model, name, target, scheme, text, publish, gpus), folder),
         prove=lambda recipe: refuse(check(load_recipe(recipe))),
     )
+    shipped = shipped_for(model_name(model))
     if as_json:
-        emit({"recipe": name, "files": [str(path) for path in written]})
+        emit({"recipe": name, "files": [str(path) for path in written], "shipped": shipped})
         return
     for path in written:
         click.echo(path)
     if text is not None:
         held_out, calibrating = split(passages(text))
         click.echo(f"{text.name}: {len(calibrating)} passages calibrate, {len(held_out)} are held out", err=True)
+    if shipped:
+        click.echo(f"shipped for this model: {', '.join(shipped)} (quantmint recipe show NAME)", err=True)
     shown = name if folder == Path("recipes") else written[-1]
     click.echo(f"\nquantmint plan {shown}    # what it takes\nquantmint run {shown}")
 

@@ -55,7 +55,7 @@ class DraftOptions:
 
 def default_name(model: str, scheme: str) -> str:
     """Return a recipe's name: the model's own name and the scheme's, in lower case."""
-    last = re.sub(r"[^a-z0-9.]+", "-", _own_name(model).lower()).strip("-")
+    last = re.sub(r"[^a-z0-9.]+", "-", model_name(model).lower()).strip("-")
     return f"{last}-{scheme.replace('_', '-')}"
 
 
@@ -191,7 +191,7 @@ def _recipe(options: DraftOptions, folder: Path, samples: int) -> str:
     lines = [
         f"# quantmint plan {options.name}: what this makes, and what it takes. Keys: quantmint recipe schema.",
         f"name: {options.name}",
-        f"description: {_own_name(options.model)} in {options.scheme} for {options.gpus} x {options.target}.",
+        f"description: {model_name(options.model)} in {options.scheme} for {options.gpus} x {options.target}.",
         f"extends: {base}",
         "",
         f"source: {_source(options.model, folder)}",
@@ -249,7 +249,8 @@ def _unserved(scheme: str, base: str, config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _own_name(model: str) -> str:
+def model_name(model: str) -> str:
+    """Return the last part of a folder's path or of a repository's name."""
     return classify(model).place.rstrip("/").rpartition("/")[2]
 
 

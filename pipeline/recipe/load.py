@@ -245,6 +245,14 @@ def _recipe_files() -> dict[str, Path]:
     return {path.stem: path for folder in (shipped, Path("recipes")) for path in sorted(folder.glob("*.yaml"))}
 
 
+def shipped_for(model: str) -> tuple[str, ...]:
+    """Return the names of shipped recipes, sorted, whose source has this name without its organisation, in any case."""
+    shipped = Path(str(resources.files("quantmint.recipes")))
+    sources = {path.stem: load_recipe(str(path)).recipe.source for path in shipped.glob("[!_]*.yaml")}
+    repos = {name: source.repo.rpartition("/")[2] for name, source in sources.items() if source.repo is not None}
+    return tuple(sorted(name for name, repo in repos.items() if repo.lower() == model.lower()))
+
+
 def _merged(path: Path, below: tuple[Path, ...]) -> YamlDocument:
     """Return the file merged over the one that it extends; `below` are the files that led to this one."""
     document = read(path)

@@ -36,6 +36,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_shipped_recipes_of_the_same_model_are_named(here: Path, quantmint: Quantmint) -> None:
+    options = ("--target", "mi300x", "--scheme", "ptpc_fp8", "--name")
+    ended = quantmint("recipe", "init", "somebody/llama-3.1-8B-instruct", *options, "mine")
+    assert ended.code == 0, ended.err
+    assert "shipped for this model: llama8b-fp8kv, llama8b-mxfp4-auto, llama8b-ptpc" in ended.err
+    other = quantmint("recipe", "init", "somebody/other", *options, "other", "--json")
+    assert other.json["shipped"] == []
+
+
 def test_a_text_calibrates_or_is_judged(here: Path, quantmint: Quantmint) -> None:
     (here / "model" / "config.json").write_text('{"max_position_embeddings": 4096}')
     options = ("--text", "manual.md", "--target", "mi355x", "--publish", "my-org/mine", "--name", "mine")
