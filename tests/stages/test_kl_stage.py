@@ -19,6 +19,7 @@ from quantmint.pipeline.base.errors import InvalidMeasurementError
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.recipe.sections import KlGate
 from quantmint.pipeline.runs.planner import build_plan
+from quantmint.pipeline.serving.running.dialect import VLLM, Dialect
 from quantmint.pipeline.stages.kl import KlStage, read_divergences
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import LOCATION
@@ -37,6 +38,7 @@ class Vllm:
     noise: float = 0.0
     is_finite: bool = True
     model_name: str = "m"
+    dialect: Dialect = VLLM
     bodies: list[dict[str, Any]] = field(default_factory=list)
     random: np.random.RandomState = field(default_factory=lambda: np.random.RandomState(5))
 

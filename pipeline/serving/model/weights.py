@@ -131,6 +131,7 @@ def _attention(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]
     output = everywhere and not shape.text_type.startswith(("glm4", "ernie"))
     biases = (query + 2 * value if everywhere or shape.text_type in _QKV_BIAS else 0) + output * shape.hidden
     norms = 2 * shape.head_dim * shape.text_type.startswith(_HEAD_NORMS)
+    norms += (query + value) * shape.text_type.startswith("minimax_m2")  # which has one norm over all heads
     sinks = shape.heads * (shape.text_type == "gpt_oss")
     yield _vector(f"{at}vectors", number, "attention", biases + norms + sinks)
 
