@@ -21,11 +21,11 @@ from quantmint.pipeline.serving.running.counters import drafts_since, read_draft
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.canary import tokenized
 from quantmint.pipeline.stages.estimate import READ_S, Estimate
-from quantmint.pipeline.stages.serve import launch_plan, model_key, require_server, runtime_tools
+from quantmint.pipeline.stages.paired import PairedStage, prompt_settings
+from quantmint.pipeline.stages.serve import launch_plan, runtime_tools
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Check, Job, Output, SideStage, write_json
-from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.stages.stage import Job, Output, write_json
 from quantmint.pipeline.store.entries import Entry
 
 DRAFTS = "drafts.json"
@@ -34,13 +34,10 @@ ANSWER_TOKENS = 64
 _TIMEOUT_S = 600.0  # the first request may compile kernels
 
 
-class AcceptanceStage(SideStage):
+class AcceptanceStage(PairedStage):
     """Count the drafts of a side's speculative decoding by prompt; the gate compares the two sides."""
 
     family = "acceptance"
-    version = 1
-    asks_server = True
-    measures = True
 
     def is_planned(self, setting: Setting) -> bool:
         """Return whether the recipe serves with speculative decoding by vLLM."""
@@ -48,26 +45,16 @@ class AcceptanceStage(SideStage):
         speculates = recipe.serve.speculative is not None and recipe.answered_by == "vllm"
         return super().is_planned(setting) and speculates
 
-    def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return `require_server`."""
-        return (require_server,)
-
     def seconds(self, estimate: Estimate) -> float:
         """Return the seconds of all answers, one after the other, as if no proposed token were accepted."""
         count, tokens = len(prompts.load(estimate.setting.suite.canary)), _answer_tokens(estimate.setting)
         return count * (READ_S + tokens * estimate.answer_step(1, tokens))
 
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the stage keys of the side's `serve` and `model`, and for the candidate of the `baseline` drafts."""
-        compared = {"baseline": "acceptance-baseline"} if self.side == "candidate" else {}
-        return {"serve": f"serve-{self.side}", "model": model_key(self.side), **compared}
-
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Return the prompts' digest and the length of an answer; the method is part of the side's launch."""
         return {
             "side": self.side,
-            "prompts": sha256_of(prompts.FOLDER / f"{setting.suite.canary}.jsonl"),
-            "max_length": setting.recipe.target.max_model_len,
+            **prompt_settings(setting),
             "tokens": _answer_tokens(setting),
         }
 

@@ -7,7 +7,6 @@ baseline, whose answers all recipes share, reads all prompts; a candidate that i
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import math
@@ -31,16 +30,15 @@ from quantmint.eval.canary import (
 )
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import InvalidMeasurementError, RefusalError
-from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.serving.running.dialect import dialect_of
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.estimate import READ_S, TOKEN_BYTES, Estimate
-from quantmint.pipeline.stages.serve import launch_plan, model_key, require_server, runtime_modules, runtime_tools
+from quantmint.pipeline.stages.paired import PairedStage, prompt_settings
+from quantmint.pipeline.stages.serve import launch_plan, runtime_modules
 from quantmint.pipeline.stages.servers import ReferenceServer
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Check, Job, Output, SideStage, Stage, write_json
-from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.stages.stage import Job, Output, Stage, read_gzip, write_gzip, write_json
 from quantmint.pipeline.store.entries import Entry
 
 ANSWERS, COMPARISON = "canary.json.gz", "comparison.json"
@@ -56,7 +54,7 @@ _NO_JSON = "not JSON compliant"
 _TIMEOUT_S = 600.0  # the first request may compile kernels
 
 
-class CanaryStage(SideStage):
+class CanaryStage(PairedStage):
     """Compare next-token distributions on held-out prompts, before any task is asked.
 
     The candidate's stage stops the run where the candidate is broken or unlikely to pass; it reads the baseline's token
@@ -64,9 +62,6 @@ class CanaryStage(SideStage):
     """
 
     family = "canary"
-    version = 1
-    asks_server = True
-    measures = True
 
     def is_planned(self, setting: Setting) -> bool:
         """Return whether the recipe has a canary."""
@@ -79,10 +74,6 @@ class CanaryStage(SideStage):
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
         """Return (extra, module) pairs of what must be installed here: transformers, and what the runtime imports."""
         return (("evaluate", "transformers"), *runtime_modules(setting))
-
-    def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return `require_server`."""
-        return (require_server,)
 
     def seconds(self, estimate: Estimate) -> float:
         """Return the seconds of reading all prompts one after the other; a quarter of it for the candidate.
@@ -101,11 +92,6 @@ class CanaryStage(SideStage):
         """Return whether the candidate's verdict is FAIL or INCONCLUSIVE; the baseline's stage never stops a run."""
         return self.side == "candidate" and entry.record.result.get("verdict") in _STOPPING
 
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the stage keys of the side's `serve` and `model`, and for the candidate of the `baseline` answers."""
-        compared = {"baseline": "canary-baseline"} if self.side == "candidate" else {}
-        return {"serve": f"serve-{self.side}", "model": model_key(self.side), **compared}
-
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Return the fingerprint's settings: the baseline's prompts, or the limits that judge the candidate."""
         if self.side == "candidate":
@@ -113,15 +99,9 @@ class CanaryStage(SideStage):
             return {"side": self.side, "policy": {name: limit for name, limit in limits.items() if limit is not None}}
         return {
             "side": self.side,
-            "prompts": sha256_of(prompts.FOLDER / f"{setting.suite.canary}.jsonl"),
-            "max_length": setting.recipe.target.max_model_len,
+            **prompt_settings(setting),
             "likeliest": LIKELIEST,
         }
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of the runtime and, for the baseline, of the tokenizer's libraries."""
-        tokenizes = versions("transformers", "tokenizers") if self.side == "baseline" else {}
-        return {**tokenizes, **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:
         """Ask the prompts and record every answer; the candidate is asked in looks until it is clear, and compared."""
@@ -143,8 +123,7 @@ class CanaryStage(SideStage):
                 if baseline is not None and _is_clear(job.setting, baseline, by_name):
                     break
         answers = _in_order(prompts, by_name)
-        text = json.dumps(answers.to_json(), allow_nan=False, separators=(",", ":"))
-        (job.path / ANSWERS).write_bytes(gzip.compress(text.encode(), mtime=0))  # the same answers are the same bytes
+        write_gzip(job.path / ANSWERS, answers.to_json())
         return _output(answers) if baseline is None else _compared(job, _on(baseline, by_name), answers)
 
 
@@ -172,7 +151,7 @@ def policy_of(setting: Setting) -> CanaryPolicy:
 
 def read_answers(folder: Path) -> CanaryAnswers:
     """Return the answers that a stage recorded in ``folder``."""
-    return CanaryAnswers.from_json(json.loads(gzip.decompress((folder / ANSWERS).read_bytes())))
+    return CanaryAnswers.from_json(read_gzip(folder / ANSWERS))
 
 
 def read_comparison(folder: Path) -> Canary:

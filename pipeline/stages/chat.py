@@ -19,30 +19,31 @@ from typing import Any, ClassVar
 from quantmint.eval import harness as draw
 from quantmint.eval.accuracy import margin_in_units
 from quantmint.eval.chat import ChatAnswer, ChatItem
-from quantmint.eval.errors import MeasurementError
+from quantmint.eval.errors import DefinitionError, MeasurementError
 from quantmint.eval.harness import Asked, Item, compressed, joined, write_asked
 from quantmint.eval.samples import SampleSet, pair
 from quantmint.eval.statistics import sequential
 from quantmint.eval.suites import SuiteTask
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
+from quantmint.pipeline.recipe.faults import Fault
+from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages import lm_eval
 from quantmint.pipeline.stages.answers import KnownAnswers, answers_to, chunks
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import ANSWERS, read_samples
+from quantmint.pipeline.stages.paired import PairedStage
 from quantmint.pipeline.stages.serve import (
     SERVER_LOG,
     faults,
     keep_log,
     launch_plan,
-    model_key,
-    require_server,
     runtime_tools,
 )
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Check, Job, Output, SideStage
+from quantmint.pipeline.stages.stage import Job, Output
 from quantmint.pipeline.stages.stage import write_json as write
 from quantmint.pipeline.store.disk import sha256_of
 
@@ -53,12 +54,9 @@ _SHOWN = 4000
 """Characters of an answer that are kept for a reader."""
 
 
-class ChatStage(SideStage):
+class ChatStage(PairedStage):
     """Ask a side the items of an endpoint by chat; stored answers that were asked in the same way are reused."""
 
-    version = 1
-    asks_server = True
-    measures = True
     repeats: ClassVar[bool] = True
     """Whether an answer that changes when it is asked again tells something: not where answers are sampled."""
 
@@ -97,15 +95,6 @@ class ChatStage(SideStage):
     def is_planned(self, setting: Setting) -> bool:
         """Return whether the recipe has this endpoint."""
         return super().is_planned(setting) and self.family in setting.recipe.endpoints
-
-    def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return `require_server`."""
-        return (require_server,)
-
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the stage keys of the side's `serve` and `model`, and for the candidate of the `baseline` answers."""
-        against = {"baseline": f"{self.family}-baseline"} if self.side == "candidate" else {}
-        return {"serve": f"serve-{self.side}", "model": model_key(self.side), **against}
 
     def asking(self, setting: Setting) -> Mapping[str, object]:
         """Return the settings that shape the answers beside server, model and tools."""
@@ -333,6 +322,21 @@ def _row(stage: ChatStage, item: ChatItem, answers: Sequence[ChatAnswer]) -> dic
         "response": stage.shown(answers)[:_SHOWN],
         "scores": dict(stage.scores(item, answers)),
     }
+
+
+def file_faults(
+    loaded: LoadedRecipe, family: str, read: Callable[[Path], Sequence[ChatItem]], expected: int
+) -> list[Fault]:
+    """Return the faults of the file of items that `evaluation.<family>` names: what ``read`` refuses, another count."""
+    file = loaded.items_file(family)
+    if file is None:
+        return []
+    try:
+        count = len(read(file))
+    except DefinitionError as error:
+        return [loaded.fault(("evaluation", family, "file"), str(error))]
+    fault = f"found {expected}, expected {count}, the lines of {file.name}"
+    return [] if count == expected else [loaded.fault(("evaluation", family, "items"), fault)]
 
 
 def read_again(folder: Path, task: SuiteTask) -> SampleSet | None:

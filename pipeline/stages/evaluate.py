@@ -31,19 +31,19 @@ from quantmint.pipeline.stages import lm_eval
 from quantmint.pipeline.stages.answers import KnownAnswers, chunks, known_answers
 from quantmint.pipeline.stages.estimate import Estimate, control_items, planned_items
 from quantmint.pipeline.stages.lm_eval import Harness, open_harness
+from quantmint.pipeline.stages.paired import PairedStage
 from quantmint.pipeline.stages.serve import (
     SERVER_LOG,
     faults,
     keep_log,
     launch_plan,
-    model_key,
     require_server,
     runtime_modules,
     runtime_tools,
 )
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Check, Job, Output, SideStage, Stage, write_json
+from quantmint.pipeline.stages.stage import Check, Job, Output, Stage, write_json
 from quantmint.pipeline.store.toolchain import ENVIRONMENT, environment_here
 
 ANSWERS = "answers"
@@ -58,13 +58,11 @@ _HARNESS_S = 5.0
 """Seconds of importing lm-eval."""
 
 
-class EvaluateStage(SideStage):
+class EvaluateStage(PairedStage):
     """Ask a side the items of the suite; stored answers that were asked in the same way are reused."""
 
     family = "evaluate"
     version = 2
-    asks_server = True
-    measures = True
 
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
         """Yield (extra, module) pairs of lm-eval, of the runtime, and of tasks that need modules of their own."""
@@ -72,10 +70,6 @@ class EvaluateStage(SideStage):
         for task in setting.suite.tasks:
             for part, names in _TASK_MODULES.items():
                 yield from (("evaluate", name) for name in names if part in task.task)
-
-    def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return `require_server`."""
-        return (require_server,)
 
     def seconds(self, estimate: Estimate) -> float:
         """Return the seconds of starting the server and asking the items.
@@ -89,11 +83,6 @@ class EvaluateStage(SideStage):
             return estimate.restart + _HARNESS_S + sum(items[name] * seconds for name, seconds in item_seconds.items())
         candidate_items = {name: min(items[name], estimate.expected.get(name) or items[name]) for name in item_seconds}
         return estimate.restart + sum(candidate_items[name] * seconds for name, seconds in item_seconds.items())
-
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the stage keys of the side's `serve` and `model`, and for the candidate of the `baseline` answers."""
-        against = {"baseline": "evaluate-baseline"} if self.side == "candidate" else {}
-        return {"serve": f"serve-{self.side}", "model": model_key(self.side), **against}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Return the tasks by content, how they are asked, and the limits that end a task early."""

@@ -7,10 +7,9 @@ is asked what it gives to those that no list has.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,19 +21,18 @@ from quantmint.eval.errors import MeasurementError
 from quantmint.eval.kl import Divergences, TextDivergence, measure, places, sampled_divergence
 from quantmint.eval.records import Record
 from quantmint.pipeline.base.errors import InvalidMeasurementError
-from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.modules import text_config
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.canary import LIKELIEST, read_prompt, tokenized
 from quantmint.pipeline.stages.estimate import READ_S, TOKEN_BYTES, Estimate
-from quantmint.pipeline.stages.serve import launch_plan, model_key, require_server, runtime_modules, runtime_tools
+from quantmint.pipeline.stages.paired import PairedStage, prompt_settings
+from quantmint.pipeline.stages.serve import launch_plan, runtime_modules
 from quantmint.pipeline.stages.servers import ReferenceServer
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.sizes import Prediction
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Check, Job, Output, SideStage, write_json
-from quantmint.pipeline.store.disk import sha256_of
+from quantmint.pipeline.stages.stage import Job, Output, read_gzip, write_gzip, write_json
 
 DIVERGENCES: Final = "divergences.json"
 _TEXTS: Final = "texts.json.gz"
@@ -60,16 +58,13 @@ class ReadText(Record):
     samples: tuple[tuple[int, float], ...] = ()
 
 
-class KlStage(SideStage):
+class KlStage(PairedStage):
     """Measure the divergence of next-token distributions on held-out prompts.
 
     The baseline's answers depend on the model alone, so all recipes of it share them.
     """
 
     family = "kl"
-    version = 1
-    asks_server = True
-    measures = True
 
     def is_planned(self, setting: Setting) -> bool:
         """Return whether the recipe promises a divergence."""
@@ -78,10 +73,6 @@ class KlStage(SideStage):
     def imports(self, setting: Setting) -> Iterable[tuple[str, str]]:
         """Return (extra, module) pairs of what must be installed here: transformers, and what the runtime imports."""
         return (("evaluate", "transformers"), *runtime_modules(setting))
-
-    def checks(self, setting: Setting) -> Sequence[Check]:
-        """Return `require_server`."""
-        return (require_server,)
 
     def seconds(self, estimate: Estimate) -> float:
         """Return the seconds of reading all texts one after the other, and each place's beginning for a drawn token."""
@@ -101,26 +92,15 @@ class KlStage(SideStage):
         vocabulary = int(text_config(setting.config).get("vocab_size") or 0)
         return {"log probabilities of the vocabulary": max(0, 4 * count * vocabulary - begun)}
 
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the stage keys of the side's `serve` and `model`, and for the candidate of the `baseline` answers."""
-        compared = {"baseline": "kl-baseline"} if self.side == "candidate" else {}
-        return {"serve": f"serve-{self.side}", "model": model_key(self.side), **compared}
-
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Return what determines the answers; the promised maximum is the gate's alone."""
         if self.side == "candidate":
             return {"side": self.side}
         return {
             "side": self.side,
-            "prompts": sha256_of(prompts.FOLDER / f"{setting.suite.canary}.jsonl"),
-            "max_length": setting.recipe.target.max_model_len,
+            **prompt_settings(setting),
             "likeliest": LIKELIEST,
         }
-
-    def tools(self, setting: Setting) -> Mapping[str, str]:
-        """Return the versions of the runtime and, for the baseline, of the tokenizer's libraries."""
-        tokenizes = versions("transformers", "tokenizers") if self.side == "baseline" else {}
-        return {**tokenizes, **runtime_tools(setting)}
 
     def run(self, job: Job) -> Output:
         """Read the texts and record the baseline's distributions, or compare with them; the divergence of each text."""
@@ -154,8 +134,7 @@ def _read(job: Job, server: RunningServer, folder: Path) -> Output:
                 text = answered(server, text)
             read.append(text)
             advance(1)
-    content = json.dumps([text.to_json() for text in read], allow_nan=False, separators=(",", ":"))
-    (job.path / _TEXTS).write_bytes(gzip.compress(content.encode(), mtime=0))
+    write_gzip(job.path / _TEXTS, [text.to_json() for text in read])
     positions = sum(len(text.places) for text in read)
     return Output(result={"positions": positions}, summary=f"{len(read)} texts, {positions:,} positions")
 
@@ -189,7 +168,7 @@ def answered(server: RunningServer, text: ReadText) -> ReadText:
 
 def _compared(job: Job, server: RunningServer) -> Output:
     folder = job.inputs["baseline"].path
-    read = [ReadText.from_json(row) for row in json.loads(gzip.decompress((folder / _TEXTS).read_bytes()))]
+    read = [ReadText.from_json(row) for row in read_gzip(folder / _TEXTS)]
     texts: list[TextDivergence] = []
     with job.progress.bar(len(read), "texts") as advance:
         for number, text in enumerate(read):

@@ -21,11 +21,11 @@ from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.canary import LIKELIEST, read_prompt, tokenized
 from quantmint.pipeline.stages.estimate import READ_S, TOKEN_BYTES, Estimate
 from quantmint.pipeline.stages.kl import ReadText, answered, text_divergence
+from quantmint.pipeline.stages.paired import prompt_settings
 from quantmint.pipeline.stages.serve import launch_plan, model_key, require_server, runtime_tools, single_plan
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
 from quantmint.pipeline.stages.stage import Check, Job, Output, Stage, write_json
-from quantmint.pipeline.store.disk import sha256_of
 
 MEASUREMENT: Final = "layout.json"
 _PROMPT, _TOKENS = 32, 32
@@ -67,8 +67,7 @@ class LayoutStage(Stage):
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Return what determines the answers: prompts, lengths, and the launch on a single accelerator."""
         return {
-            "prompts": sha256_of(prompts.FOLDER / f"{setting.suite.canary}.jsonl"),
-            "max_length": setting.recipe.target.max_model_len,
+            **prompt_settings(setting),
             "likeliest": LIKELIEST,
             "single": single_plan(setting, Path("MODEL")).canonical(),
         }

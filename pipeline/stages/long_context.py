@@ -6,8 +6,6 @@ the candidate reads the baseline's token ids.
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -32,19 +30,19 @@ from quantmint.pipeline.stages import lm_eval
 from quantmint.pipeline.stages.calibrate import pinned, set_identity
 from quantmint.pipeline.stages.canary import LIKELIEST, read_prompt
 from quantmint.pipeline.stages.estimate import READ_S, Estimate
+from quantmint.pipeline.stages.paired import PairedStage
 from quantmint.pipeline.stages.serve import (
     SERVER_LOG,
     faults,
     keep_log,
     launch_plan,
-    model_key,
     require_server,
     runtime_modules,
     runtime_tools,
 )
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
-from quantmint.pipeline.stages.stage import Check, Job, Output, SideStage, write_json
+from quantmint.pipeline.stages.stage import Check, Job, Output, read_gzip, write_gzip, write_json
 
 TEXTS, READINGS, DIVERGENCE = "texts.json.gz", "readings.json.gz", "divergence.json"
 _ENTRY_S = 1.2e-5
@@ -53,13 +51,10 @@ _SMALL_SET = 64 << 20
 """Bytes of a local file of texts up to which it is tokenized before a run, to count its tokens."""
 
 
-class LongContextStage(SideStage):
+class LongContextStage(PairedStage):
     """Read long texts, and record the likelihood in each bucket of positions, the needles found, and the KL."""
 
     family = "long"
-    version = 1
-    asks_server = True
-    measures = True
 
     def is_planned(self, setting: Setting) -> bool:
         """Return whether the recipe has this endpoint."""
@@ -72,11 +67,6 @@ class LongContextStage(SideStage):
     def checks(self, setting: Setting) -> Sequence[Check]:
         """Return `require_server`, and for the baseline whether there are texts enough."""
         return (require_server, _require_texts) if self.side == "baseline" else (require_server,)
-
-    def inputs(self, setting: Setting) -> Mapping[str, str]:
-        """Return the stage keys of the side's `serve` and `model`, and for the candidate of the `baseline` readings."""
-        compared = {"baseline": "long-baseline"} if self.side == "candidate" else {}
-        return {"serve": f"serve-{self.side}", "model": model_key(self.side), **compared}
 
     def settings(self, setting: Setting) -> Mapping[str, object]:
         """Return the texts by content and how they are built; the candidate reads the baseline's."""
@@ -135,8 +125,8 @@ class LongContextStage(SideStage):
                 advance(1)
         collected = LongReadings(tuple(readings))
         if baseline is None:
-            _write_gzip(job.path / TEXTS, to_columns(LongText, texts))
-        _write_gzip(job.path / READINGS, collected.to_json())
+            write_gzip(job.path / TEXTS, to_columns(LongText, texts))
+        write_gzip(job.path / READINGS, collected.to_json())
         (job.path / lm_eval.SAMPLES).mkdir(exist_ok=True)
         settings = {"temperature": 0, "max_length": setting.recipe.target.max_model_len, "likeliest": likeliest}
         sets = long_context.sample_sets(texts, ends, collected, settings)
@@ -215,12 +205,12 @@ def _stream(chosen: CalibrationSet, tokenizer: Any, seed: int) -> Iterator[int]:
 
 def read_texts_of(folder: Path) -> tuple[LongText, ...]:
     """Return the texts that a baseline's stage recorded in ``folder``."""
-    return tuple(checked(LongText, row) for row in to_rows(_read_gzip(folder / TEXTS)))
+    return tuple(checked(LongText, row) for row in to_rows(read_gzip(folder / TEXTS)))
 
 
 def read_readings(folder: Path) -> LongReadings:
     """Return the readings that a stage recorded in ``folder``."""
-    return LongReadings.from_json(_read_gzip(folder / READINGS))
+    return LongReadings.from_json(read_gzip(folder / READINGS))
 
 
 def read_divergence(folder: Path) -> LongDivergence:
@@ -261,12 +251,3 @@ def _require_texts(setting: Setting) -> None:
         refuse([setting.loaded.fault(("evaluation", "long"), str(error))])
     except OSError as error:
         raise UserError(f"{error.filename}: the texts cannot be read: {error.strerror}") from None
-
-
-def _write_gzip(path: Path, data: Any) -> None:
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    path.write_bytes(gzip.compress(text.encode(), mtime=0))  # the same readings are the same bytes
-
-
-def _read_gzip(path: Path) -> Any:
-    return json.loads(gzip.decompress(path.read_bytes()))

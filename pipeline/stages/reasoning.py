@@ -7,7 +7,6 @@ from pathlib import Path
 
 from quantmint.eval import reasoning
 from quantmint.eval.chat import ChatAnswer, ChatItem
-from quantmint.eval.errors import DefinitionError
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.quantize.digest import chat_template
@@ -15,7 +14,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.recipe.endpoints import Reasoning
 from quantmint.pipeline.recipe.faults import Fault
 from quantmint.pipeline.recipe.load import LoadedRecipe
-from quantmint.pipeline.stages.chat import ChatStage
+from quantmint.pipeline.stages.chat import ChatStage, file_faults
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.serve import require_server
 from quantmint.pipeline.stages.setting import Setting
@@ -117,17 +116,7 @@ def reasoning_faults(loaded: LoadedRecipe) -> list[Fault]:
     if section.max_tokens is not None and section.max_tokens >= longest:
         fault = f"found {section.max_tokens}, expected less than {longest}, the recipe's target.max_model_len"
         faults.append(loaded.fault((*at, "max_tokens"), fault))
-    file = loaded.items_file("reasoning")
-    if file is None:
-        return faults
-    try:
-        count = len(reasoning.read(file))
-    except DefinitionError as error:
-        return [*faults, loaded.fault((*at, "file"), str(error))]
-    if count != section.items:
-        fault = f"found {section.items}, expected {count}, the lines of {file.name}"
-        faults.append(loaded.fault((*at, "items"), fault))
-    return faults
+    return [*faults, *file_faults(loaded, "reasoning", reasoning.read, section.items)]
 
 
 def _require_template(setting: Setting) -> None:

@@ -6,12 +6,13 @@ versions and the fingerprints of the inputs, never from the results.
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from quantmint.eval.measurements import Side
 from quantmint.eval.verdict import Verdict
@@ -224,6 +225,17 @@ class Planned:
     def among(self, names: Collection[str]) -> bool:
         """Return whether ``names`` contain the stage's key or its family."""
         return self.key in names or self.family in names
+
+
+def write_gzip(path: Path, value: object) -> None:
+    """Write compact JSON, compressed; the same value is the same bytes. Raises `ValueError` for NaN and infinities."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    path.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def read_gzip(path: Path) -> Any:
+    """Return the value that `write_gzip` wrote."""
+    return json.loads(gzip.decompress(path.read_bytes()))
 
 
 def write_json(path: Path, value: object) -> None:

@@ -11,13 +11,12 @@ from pathlib import Path
 
 from quantmint.eval import tool_calls
 from quantmint.eval.chat import ChatAnswer, ChatItem
-from quantmint.eval.errors import DefinitionError
 from quantmint.pipeline.base.errors import UserError, did_you_mean
 from quantmint.pipeline.quantize.digest import chat_template
 from quantmint.pipeline.recipe.endpoints import ToolCalls
 from quantmint.pipeline.recipe.faults import Fault, refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe
-from quantmint.pipeline.stages.chat import ChatStage
+from quantmint.pipeline.stages.chat import ChatStage, file_faults
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.serve import require_server
 from quantmint.pipeline.stages.setting import Setting
@@ -94,17 +93,7 @@ def tool_faults(loaded: LoadedRecipe) -> list[Fault]:
         absent = _PARSER if parser_of(arguments) is None else _CHOICE
         fault = f"found tools without {absent} in serve.arguments, expected `{_ADVICE}` with the model's parser"
         faults.append(loaded.fault(at, f"{fault}, such as hermes, llama3_json or mistral"))
-    file = loaded.items_file("tools")
-    if file is not None:
-        try:
-            count = len(tool_calls.read(file))
-        except DefinitionError as error:
-            return [*faults, loaded.fault((*at, "file"), str(error))]
-        if count != section.items:
-            faults.append(
-                loaded.fault((*at, "items"), f"found {section.items}, expected {count}, the lines of {file.name}")
-            )
-    return faults
+    return [*faults, *file_faults(loaded, "tools", tool_calls.read, section.items)]
 
 
 def parser_of(arguments: Sequence[str]) -> str | None:
