@@ -8,7 +8,7 @@ import pytest
 
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base import machine
-from quantmint.pipeline.stages import canary, evaluate, package, quantize, report, stage
+from quantmint.pipeline.stages import evaluate, package, paired, quantize, report, stage
 from quantmint.pipeline.upkeep.due.due import Due
 from tests.upkeep.due.world import RECIPE, World
 
@@ -31,7 +31,7 @@ def upgraded(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     def now(*names: str) -> dict[str, str]:
         return {name: versions.get(name, version) for name, version in installed(*names).items()}
 
-    for module in (stage, quantize, evaluate, canary, report, package):
+    for module in (stage, quantize, evaluate, paired, report, package):
         monkeypatch.setattr(module, "versions", now)
 
 
