@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Final
 
 from quantmint.eval import suites
 from quantmint.eval.errors import DefinitionError
@@ -24,6 +24,9 @@ from quantmint.pipeline.base.canonical import JsonDifference, difference, plain
 from quantmint.pipeline.publish.verify.subject import ReleaseUnderTest, UnreadableError
 from quantmint.pipeline.recipe.load import PROVEN_SUITE
 from quantmint.pipeline.recipe.schema import Recipe
+
+_UNKNOWN: Final = 0.01
+"""Expected flip rate of a task whose suite is unknown; it is not compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,11 @@ def compare_with_recipe(
     expected = recipe.gate.policy(judged_by, target.hardware, recipe.quantization.schemes, target.mx_scales)
     unknown: list[str] = []
     for change in _differing(expected.to_json(), recorded.policy):
-        sentence = f"{change.path[2:]} is {change.new}, not {change.old}"
         if subject.manifest.quantmint != __version__ and _is_default(change, recipe):
-            unknown.append(f"the canary's limits were another version's defaults: {sentence}")
+            values = f"{change.path[2:]} is {change.new}, not {change.old}"
+            unknown.append(f"the canary's limits were another version's defaults: {values}")
         else:
-            faults.append(f"gate.json was judged by other limits than the recipe's: {sentence}")
+            faults.append(_other_limit(change))
     return LimitsComparison(tuple(faults), tuple(unknown))
 
 
@@ -86,24 +89,32 @@ def _other_settings(subject: ReleaseUnderTest, recorded: GateReport) -> Iterator
 
 def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
     """Yield limits stated in the recipe itself that differ from the judgement's, for a suite unknown here."""
-    gate, policy = recipe.gate, recorded.policy
-    stated = {
-        "confidence": (gate.accuracy.confidence, policy.confidence),
-        "throughput_confidence": (gate.throughput.confidence, policy.throughput_confidence),
-        "min_ratio": (gate.throughput.min_ratio, policy.min_ratio),
-        "hardware": (recipe.target.hardware, policy.hardware),
-        "canary": (gate.canary is None, policy.canary is None),
-        "acceptance": (
-            None if gate.acceptance is None else gate.acceptance.margin,
-            None if policy.acceptance is None else policy.acceptance.margin,
+    accuracy, target = recipe.gate.accuracy, recipe.target
+    tasks = [
+        *(
+            SuiteTask(task, "", 1, _UNKNOWN, margin is not None, margin=margin)
+            for task, margin in accuracy.margins.items()
         ),
-        "kl.max": (gate.kl and gate.kl.max, policy.kl and policy.kl.max),
-        "layout.max": (gate.layout and gate.layout.max, policy.layout and policy.layout.max),
-        "kl.confidence": (gate.kl and gate.kl.confidence, policy.kl and policy.kl.confidence),
-    } | {f"margins.{task}": (margin, policy.margins.get(task)) for task, margin in gate.accuracy.margins.items()}
-    for name, (expected, actual) in stated.items():
-        if expected != actual:
-            yield f"gate.json was judged by other limits than the recipe's: {name} is {actual}, not {expected}"
+        *(task for tasks in recipe.endpoints.values() for task in tasks),
+    ]
+    known = {task.task for task in tasks}
+    # Where no task that is known decides, this one stands for those of the suite.
+    suite = Suite(recipe.evaluation.suite, "", (*tasks, SuiteTask("-", "", 1, _UNKNOWN)))
+    expected = recipe.gate.policy(suite, target.hardware, recipe.quantization.schemes, target.mx_scales).to_json()
+    actual = recorded.policy.to_json()
+    margins = {task: margin for task, margin in expected["margins"].items() if task in known}
+    expected["margins"] = {task: limit for task, limit in actual["margins"].items() if task not in known} | margins
+    if accuracy.expected_flip_rate is None:
+        expected["expected_flip_rate"] = actual["expected_flip_rate"]
+    for change in _differing(expected, recorded.policy):
+        if not _is_default(change, recipe):
+            yield _other_limit(change)
+
+
+def _other_limit(change: JsonDifference) -> str:
+    return (
+        f"gate.json was judged by other limits than the recipe's: {change.path[2:]} is {change.new}, not {change.old}"
+    )
 
 
 def _is_default(change: JsonDifference, recipe: Recipe) -> bool:

@@ -142,6 +142,45 @@ def test_a_suite_that_this_version_has_not(release: Path, check: Verify) -> None
     assert "confidence is 0.5, not 0.95" in said(check(release)["gate"])
 
 
+def test_promises_of_the_recipe_hold_without_its_suite(release: Path, check: Verify) -> None:
+    surely = {"confidence": 0.95}
+    promises = {"kl": {"max": 0.05}, "layout": {"max": 0.02}, "acceptance": {"margin": 0.02}}
+    stated = {section: promise | surely for section, promise in promises.items()}
+
+    def promise_all(data: dict[str, Any]) -> None:
+        data["recipe"]["gate"].update(stated, long={"max_kl": 0.2}, accuracy={"margins": {"sums": 0.07}})
+        data["recipe"]["evaluation"]["long"] = {"lengths": [64, 128], "needles": 1, "set": "tiny"}
+        data["recipe"]["serve"]["speculative"] = {"method": "ngram", "tokens": 2}
+        data["recipe_fingerprint"] = fingerprint(data["recipe"])
+
+    def judged_by(margins: dict[str, float], **policy: object) -> str:
+        def change(record: dict[str, Any]) -> None:
+            record["policy"].update(policy)
+            record["policy"]["margins"].update(margins)
+
+        edit(release / GATE, change)
+        given_to_the_gate(release, change)
+        honest.forge(release, quantmint="0.0.9")
+        return said(check(release)["gate"])
+
+    shipped_suite(release)
+    edit(release / MANIFEST, promise_all)
+    margins = {"sums": 0.07, "long_likelihood_to_64": 0.02, "long_likelihood_to_128": 0.02, "long_retrieval": 0.1}
+    assert "other limits than the recipe's" not in judged_by(margins, **stated, long_kl=0.2)
+    laxer = {section: promise | {"confidence": 0.6} for section, promise in promises.items()}
+    reason = judged_by({"sums": 0.3, "long_retrieval": 0.4}, **laxer, long_kl=0.9, baseline_tolerance=0.2)
+    for words in (
+        "kl.confidence is 0.6, not 0.95",
+        "layout.confidence is 0.6, not 0.95",
+        "acceptance.confidence is 0.6, not 0.95",
+        "long_kl is 0.9, not 0.2",
+        "margins.sums is 0.3, not 0.07",
+        "margins.long_retrieval is 0.4, not 0.1",
+        "baseline_tolerance is 0.2, not 0.03",
+    ):
+        assert f"gate.json was judged by other limits than the recipe's: {words}" in reason
+
+
 def test_defaults_of_the_canary_may_have_been_others(release: Path, check: Verify) -> None:
     change: Callable[[dict[str, Any]], None] = lambda data: data["policy"]["canary"].update(max_kl=0.9)  # noqa: E731
     edit(release / GATE, change)
