@@ -10,12 +10,13 @@ The table is `hardware.yaml`; it is read before hours of quantization are spent 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Final, Literal
 
 from quantmint.pipeline.base.data import load_table, rows
 from quantmint.pipeline.base.errors import UserError, did_you_mean
@@ -64,6 +65,24 @@ class Hardware:
     def hbm_bytes(self) -> int | None:
         """Return the bytes of one accelerator's memory; None where the table does not fix it."""
         return None if self.hbm_gib is None else self.hbm_gib << 30
+
+
+AITER_ROUNDS_UP: Final = "0.1.16"
+"""First release of AITER whose HIP and FlyDSL kernels round the scales of MX inputs up where nothing else is asked
+(ROCm/aiter #3212, merged on 2 June 2026); its Triton kernels still round to even. No post of 0.1.15 has the change."""
+
+
+def mx_scales_by_aiter(version: str) -> Literal["even", "up"] | None:
+    """Return how an AITER of this version rounds the scales of MX inputs by default; None where it does not say.
+
+    >>> mx_scales_by_aiter("0.1.15.post3"), mx_scales_by_aiter("0.1.17"), mx_scales_by_aiter("0.1.16.dev3+g1a2b3c")
+    ('even', 'up', None)
+    """
+    release = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
+    first = tuple(map(int, AITER_ROUNDS_UP.split(".")))
+    if release is None or (tuple(map(int, release.groups())) == first and "dev" in version):
+        return None  # a build between two releases may be older than the change
+    return "up" if tuple(map(int, release.groups())) >= first else "even"
 
 
 @dataclass(frozen=True, slots=True)

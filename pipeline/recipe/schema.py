@@ -373,22 +373,36 @@ class Target(Section):
     max_model_len: int = Field(default=8192, ge=16)
     """Longest prompt with its answer, in tokens."""
     mx_scales: Literal["even", "up"] | None = None
-    """Rounding of the scales of MX inputs by the kernels that will serve (null: even, and nothing is promised of it).
-    GPTQ, sensitivities and the reference runtime round in this way, and a proof that was made by another one does not
-    pass. AITER rounds up since May 2026."""
+    """Rounding of the scales of MX inputs by the kernels that will serve (null: as `aiter` does, else even, and nothing
+    is promised of it). GPTQ, sensitivities and the reference runtime round in this way, and a proof that was made by
+    another one does not pass."""
+    aiter: str | None = Field(default=None, pattern=r"^v?\d+\.\d+\.\d+[0-9a-z.+-]*$")
+    """Version of AITER on the target, such as 0.1.16, from which on its default is to round MX scales up; older ones
+    round to even (null: not known)."""
+
+    @property
+    def rounding(self) -> schemes.MxScales | None:
+        """Return the rounding that is named, or that the version of AITER has; None where neither is known."""
+        return self.mx_scales or (None if self.aiter is None else hardware.mx_scales_by_aiter(self.aiter))
 
     @model_validator(mode="after")
     def _rounded_by_its_kernels(self) -> Target:
         roundings = hardware.hardware(self.hardware).mx_scales
         if self.mx_scales is not None and self.mx_scales not in roundings:
             raise wrong(f"{' or '.join(roundings)}, by the kernels of {self.hardware}", at="mx_scales")
+        if self.aiter is not None and len(roundings) == 1:
+            raise wrong(f"none: {self.hardware} has no kernels of AITER that round MX scales", at="aiter")
+        if self.mx_scales == "up" and self.aiter and hardware.mx_scales_by_aiter(self.aiter) == "even":
+            newer = f"{hardware.AITER_ROUNDS_UP} or newer with `mx_scales: up`"
+            raise wrong(f"{newer}, because older kernels round to even", at="aiter")
         return self
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
         """Omit a rounding that is not named: recipes without one keep their fingerprints."""
         dumped: dict[str, Any] = dump(self)
-        return {name: value for name, value in dumped.items() if name != "mx_scales" or value is not None}
+        later = ("mx_scales", "aiter")
+        return {name: value for name, value in dumped.items() if name not in later or value is not None}
 
 
 class Speculative(Section):
@@ -548,12 +562,12 @@ class Recipe(Section):
     @property
     def mx_scales(self) -> schemes.MxScales:
         """Return the rounding of the scales of MX inputs on the target."""
-        return self.target.mx_scales or "even"
+        return self.target.rounding or "even"
 
     @property
     def mx_settings(self) -> dict[str, str]:
-        """Return the rounding of MX scales as part of a fingerprint's settings; empty where none is named or needed."""
-        named, is_rounded = self.target.mx_scales, schemes.has_mx_activations(self.quantization.schemes)
+        """Return the rounding of MX scales as part of a fingerprint's settings; empty where none is known or needed."""
+        named, is_rounded = self.target.rounding, schemes.has_mx_activations(self.quantization.schemes)
         return {} if named is None or not is_rounded else {"mx_scales": named}
 
     @property

@@ -19,6 +19,7 @@ from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.digest import folder_digest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint, read_json
 from quantmint.pipeline.quantize.model.encodings import input_rounding
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.reference.launch import shown_command
 from quantmint.pipeline.serving.sglang import shown_command as shown_sglang
 from quantmint.pipeline.stages.acceptance import read_pairs
@@ -37,6 +38,7 @@ from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder
 from quantmint.pipeline.stages.stage import Job, Output, Stage
 from quantmint.pipeline.store.entries import Entry
+from quantmint.pipeline.store.toolchain import Environment, recorded_environment
 
 GATE = record.NAME
 
@@ -164,7 +166,7 @@ def policy_of(setting: Setting) -> Policy:
     """Return the recipe's gate as a policy for its suite, target and schemes."""
     recipe = setting.recipe
     suite, target = recipe.judged(setting.suite), recipe.target
-    return recipe.gate.policy(suite, target.hardware, recipe.quantization.schemes, target.mx_scales)
+    return recipe.gate.policy(suite, target.hardware, recipe.quantization.schemes, target.rounding)
 
 
 def checkpoint_digest(entry: Entry) -> str:
@@ -200,18 +202,24 @@ def _server(job: Job, side: Side) -> Server:
         kv_cache_dtype=launch["kv_cache_dtype"],
         template=launch["template"],
         tokenizer=launch["tokenizer"],
-        mx_scales=_mx_scales(job, launch),
+        mx_scales=served_rounding(job.setting.recipe, launch, recorded_environment(job.inputs[f"serve-{side}"])),
     )
 
 
-def _mx_scales(job: Job, launch: Mapping[str, Any]) -> str | None:
-    """Return how the served side rounded MX scales; None where the recipe names no rounding, or it is the metal's own.
+def served_rounding(recipe: Recipe, launch: Mapping[str, Any], environment: Environment | None) -> str | None:
+    """Return how the served side rounded MX scales; None where the recipe knows no rounding, or it is the metal's own.
 
-    vLLM on hardware with one way to round them has that; on hardware with several it is the target's kernels that run.
+    ``launch`` is what the serve stage recorded, ``environment`` the packages of its server (None: not recorded). vLLM
+    on hardware with one way to round them has that. On hardware with several it is the target's kernels that run: all
+    of them round to even where the server's AITER is older than those that round up.
     """
-    if job.setting.recipe.target.mx_scales is None:
+    if recipe.target.rounding is None:
         return None
-    if job.setting.recipe.evaluation.runtime == "reference":
+    if recipe.evaluation.runtime == "reference":
         return str(launch.get("mx_scales", "even"))
     row = hardware.table().get(launch["device"]["hardware"])
-    return row.mx_scales[0] if row is not None and len(row.mx_scales) == 1 else None
+    if row is None or len(row.mx_scales) == 1:
+        return None if row is None else row.mx_scales[0]
+    package = None if environment is None else environment.distributions.get("amd-aiter")
+    rounding = None if package is None else hardware.mx_scales_by_aiter(package.version)
+    return rounding if rounding == "even" else None

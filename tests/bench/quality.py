@@ -11,7 +11,8 @@ Each row of ``quality.yaml`` is a command line that makes a checkpoint, in a pro
 start to its exit. The checkpoint is read by the reference runtime, which rounds weights and activations as the scheme
 does when it is served, and held beside the 16-bit model at every position of text that no calibration saw: KL
 divergence from the 16-bit model's distribution in nats, how often both hold the same token for the likeliest, and
-perplexity. Bits are those of all that is stored of the linear layers of the decoder, by weight.
+perplexity. Bits are those of all that is stored of the linear layers of the decoder, by weight. Scales of MX inputs are
+rounded to even, or as a row's ``mx_scales`` says.
 
 Rows that --json already holds for the same model and text stay, so that a row can be measured again alone.
 """
@@ -39,6 +40,8 @@ from tests.bench.model import describe
 
 if TYPE_CHECKING:
     import torch
+
+    from quantmint.pipeline.base.schemes import MxScales
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("quality.yaml").read_text(encoding="utf-8"))
@@ -136,30 +139,33 @@ class Bench:
             root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
             kept = root / "quantmint" / "bench-quality" / f"{key}.pt"
             if not kept.is_file():
-                states, head = self._states(self.source)
+                states, head = self._states(self.source, "even")
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 torch.save((states, head), kept)
             self._baseline = torch.load(kept, weights_only=True)
         return self._baseline
 
-    def _states(self, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    def _states(self, folder: Path, mx_scales: MxScales) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
         from quantmint.pipeline.serving.reference.model import load
 
-        model: Any = load(folder, self.device).model
+        model: Any = load(folder, self.device, mx_scales=mx_scales).model
         with torch.inference_mode():
             parts = torch.tensor(self.held_out, device=self.device).split(_BATCH)
             states = torch.cat([model.model(input_ids=part, use_cache=False).last_hidden_state.cpu() for part in parts])
             return states, model.get_output_embeddings().weight.detach().cpu()
 
-    def measure(self, folder: Path) -> dict[str, Any]:
-        """What a checkpoint keeps of the model; ``kl_error`` is the standard error of ``kl`` over the windows."""
+    def measure(self, folder: Path, mx_scales: MxScales = "even") -> dict[str, Any]:
+        """What a checkpoint keeps of the model; ``kl_error`` is the standard error of ``kl`` over the windows.
+
+        ``mx_scales`` is how the scales of MX inputs are rounded.
+        """
         import torch
         from torch.nn.functional import log_softmax
 
         of_base, base_head = self.baseline()
-        states, head = self._states(folder)
+        states, head = self._states(folder, mx_scales)
         divergences, agreed, surprise, base_surprise = [], 0, 0.0, 0.0
         with torch.inference_mode():
             for tokens, one, other in zip(torch.tensor(self.held_out), states, of_base, strict=True):
@@ -288,7 +294,7 @@ def main(
             found = {"name": row["name"], "by": row.get("by", "quantmint")}
             found |= {} if "made" in row else bench.make(row, out)
             if "why_not" not in found:
-                found |= bench.measure(out)
+                found |= bench.measure(out, row.get("mx_scales", "even"))
             shutil.rmtree(work / "out", ignore_errors=True)
             result["rows"] = [old for old in result["rows"] if old["name"] != row["name"]] + [found]
             click.echo(table(result | {"rows": [found]}).splitlines()[-1])

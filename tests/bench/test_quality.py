@@ -14,14 +14,25 @@ from tests.bench.quality import ROOT, main
 def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     told, source = tmp_path / "quality.json", ROOT / "recipes" / "tiny" / "model"
-    options = ["--model", "tiny", "--windows", "4", "--only", "mxfp4", "--row", "half=--scheme ptpc_fp8"]
+    options = [
+        "--model",
+        "tiny",
+        "--windows",
+        "4",
+        "--only",
+        "mxfp4,mxfp4 with scales rounded up",
+        "--row",
+        "half=--scheme ptpc_fp8",
+    ]
     places = ["--made", f"itself={source}", "--folder", str(tmp_path), "--json", str(told)]
     with pytest.raises(SystemExit) as ended:
         main([*options, *places, "--plot", str(tmp_path / "quality.svg")])
     assert ended.value.code == 0
     result = json.loads(told.read_text())
-    mxfp4, half, itself = result["rows"]
+    mxfp4, rounded_up, half, itself = result["rows"]
     assert (mxfp4["name"], half["name"], itself["name"]) == ("mxfp4", "half", "itself")
+    assert rounded_up["bits"] == mxfp4["bits"]
+    assert 0 < rounded_up["kl"] != mxfp4["kl"]
     assert (itself["kl"], itself["top1"], itself["bits"]) == (pytest.approx(0, abs=1e-6), 1.0, 16.0)
     assert itself["perplexity"] == pytest.approx(itself["base_perplexity"])
     assert 0 < 10 * half["kl"] < mxfp4["kl"]

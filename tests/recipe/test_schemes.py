@@ -60,6 +60,39 @@ def test_a_target_rounds_mx_scales_as_its_kernels_can(hardware: str, mx_scales: 
     assert dense.mx_settings == {}
 
 
+@pytest.mark.parametrize(
+    ("target", "rounding"),
+    [
+        ({"aiter": "0.1.15.post3"}, "even"),
+        ({"aiter": "0.1.16"}, "up"),
+        ({"aiter": "v0.1.20.post1"}, "up"),
+        ({"aiter": "0.1.16.dev7+g1a2b3c"}, None),
+        ({"aiter": "0.1.17", "mx_scales": "even"}, "even"),  # its Triton kernels
+        ({"aiter": "0.1.16.dev7+g1a2b3c", "mx_scales": "up"}, "up"),
+    ],
+)
+def test_the_version_of_aiter_tells_how_the_target_rounds(target: dict[str, str], rounding: str | None) -> None:
+    sections = {"source": {"folder": "."}, "quantization": {"scheme": "mxfp4"}}
+    recipe = recipe_of({**sections, "target": {"hardware": "mi355x", **target}}).recipe
+    assert recipe.target.rounding == rounding
+    assert recipe.mx_settings == ({} if rounding is None else {"mx_scales": rounding})
+    assert "aiter" not in recipe_of({**sections, "target": {"hardware": "mi355x"}}).recipe.target.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("hardware: mi355x, mx_scales: up, aiter: 0.1.15", "expected 0.1.16 or newer with `mx_scales: up`"),
+        ("hardware: mi300x, aiter: 0.1.16", "expected none: mi300x has no kernels of AITER that round MX scales"),
+    ],
+)
+def test_a_version_of_aiter_that_contradicts_the_target_is_refused(tmp_path: Path, target: str, words: str) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"name: r\nsource: {{folder: .}}\nquantization: {{scheme: mxfp4}}\ntarget: {{{target}}}\n")
+    with pytest.raises(RecipeError, match=f"target.aiter: found .*{words}"):
+        load_recipe(str(recipe))
+
+
 def test_a_rounding_that_no_kernel_of_the_target_has_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(

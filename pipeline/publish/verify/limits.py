@@ -56,7 +56,7 @@ def compare_with_recipe(
     faults += _counts(recipe, suite, measurements)
     judged_by = recipe.judged(suite.judged_by(recipe.gate.accuracy.margins))
     target = recipe.target
-    expected = recipe.gate.policy(judged_by, target.hardware, recipe.quantization.schemes, target.mx_scales)
+    expected = recipe.gate.policy(judged_by, target.hardware, recipe.quantization.schemes, target.rounding)
     unknown: list[str] = []
     for change in _differing(expected.to_json(), recorded.policy):
         if subject.manifest.quantmint != __version__ and _is_default(change, recipe):
@@ -100,7 +100,7 @@ def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
     known = {task.task for task in tasks}
     # Where no task that is known decides, this one stands for those of the suite.
     suite = Suite(recipe.evaluation.suite, "", (*tasks, SuiteTask("-", "", 1, _UNKNOWN)))
-    expected = recipe.gate.policy(suite, target.hardware, recipe.quantization.schemes, target.mx_scales).to_json()
+    expected = recipe.gate.policy(suite, target.hardware, recipe.quantization.schemes, target.rounding).to_json()
     actual = recorded.policy.to_json()
     margins = {task: margin for task, margin in expected["margins"].items() if task in known}
     expected["margins"] = {task: limit for task, limit in actual["margins"].items() if task not in known} | margins

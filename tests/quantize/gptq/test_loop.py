@@ -13,6 +13,7 @@ import torch
 
 from quantmint.calibration import layers
 from quantmint.calibration.errors import CalibrationError
+from quantmint.pipeline.base.schemes import MxScales
 from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
 from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
@@ -52,6 +53,7 @@ class Made:
         devices: int = 1,
         batch: int = 8,
         settings: GptqSettings = SETTINGS,
+        mx_scales: MxScales = "even",
         **more: Any,
     ) -> GptqResult:
         request = GptqRequest(
@@ -64,6 +66,7 @@ class Made:
             ["cpu"] * devices,
             self.work / "rounding",
             settings,
+            mx_scales=mx_scales,
         )
         return quantize_layers(request, **more)
 
@@ -123,6 +126,25 @@ def test_a_checkpoint_holds_what_was_made_of_its_layers(
         stored = {out.role: Reader(checkpoint)(out.name) for out in step.outputs if out.role != "input_scale"}
         other = {out.role: Reader(nearest)(out.name) for out in step.outputs if out.role != "input_scale"}
         assert not torch.equal(dequantize(scheme, stored), dequantize(scheme, other))
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "mxfp4_weight_only"])
+def test_inputs_are_rounded_as_the_target_rounds_them(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, scheme: str
+) -> None:
+    """Weights make up for what rounded inputs lose, so another rounding of them leads to other weights."""
+
+    def weights(mx_scales: MxScales) -> dict[str, torch.Tensor]:
+        made = Made(models("llama"), scheme, "compressed-tensors", tmp_path / mx_scales)
+        plans = made.rounded(blocks[:2], mx_scales=mx_scales).plans
+        steps = [step for plan in plans for step in plan.steps if step.made is not None]
+        read = Reader(made.written(plans))
+        return {out.name: read(out.name) for step in steps for out in step.outputs}
+
+    even, up = weights("even"), weights("up")
+    assert even.keys() == up.keys()
+    same = [torch.equal(even[name], up[name]) for name in even]
+    assert all(same) if scheme == "mxfp4_weight_only" else not all(same)
 
 
 @pytest.mark.parametrize(
