@@ -26,7 +26,17 @@ def measured(reading: float, answers: float, floor: float = 0.0, spread: float =
     return LayoutMeasurement("TP 8", *sides)
 
 
-SILENT = Divergences(False, (TextDivergence("text", 50, None), *totals(0.001).texts))
+def of_other_lengths() -> LayoutMeasurement:
+    """Texts whose floor was measured at a tenth of the positions, and a text that the floor does not have."""
+    whole = measured(0.04, 0.04, floor=0.03)
+    short = [TextDivergence(text.text, 5, (text.total or 0) / 10) for text in whole.reading_floor.texts]
+    further = (*whole.reading.texts, TextDivergence("further", 50, 2.0))
+    return dataclasses.replace(
+        whole, reading=Divergences(False, further), reading_floor=Divergences(False, tuple(short))
+    )
+
+
+SILENT = Divergences(False, (TextDivergence("text 0", 50, None), *totals(0.001).texts[1:]))
 
 
 @pytest.mark.parametrize(
@@ -35,10 +45,13 @@ SILENT = Divergences(False, (TextDivergence("text", 50, None), *totals(0.001).te
         (measured(0.001, 0.002), Verdict.PASS, "TP 8 beside TP 1 of the same weights: reading 0.001 nats apart"),
         (measured(0.4, 0.001), Verdict.FAIL, "reading 0.4 nats apart"),
         (measured(0.001, 0.2), Verdict.FAIL, "greedy answers 0.2 nats apart"),
-        (measured(0.019, 0.001, spread=2.0), Verdict.INCONCLUSIVE, "at most 0.02 with the floor of 0"),
-        (measured(0.04, 0.04, floor=0.03), Verdict.PASS, "with the floor of 0.03"),
-        (measured(0.0495, 0.001, floor=0.03, spread=0.01), Verdict.INCONCLUSIVE, "at most 0.0488 with the floor of"),
-        (measured(0.0505, 0.001, floor=0.03, spread=0.01), Verdict.INCONCLUSIVE, "more than 0.0512 breaks it"),
+        (measured(0.019, 0.001, spread=2.0), Verdict.INCONCLUSIVE, "beyond the floor of 0, at most 0.02"),
+        (measured(0.04, 0.04, floor=0.03), Verdict.PASS, "0.01 (0.0096 to 0.0104) beyond the floor of 0.03"),
+        (measured(0.049, 0.049, floor=0.03), Verdict.PASS, "beyond the floor of 0.03"),
+        (measured(0.051, 0.03, floor=0.03), Verdict.FAIL, "0.021 (0.0202 to 0.0218) beyond the floor of 0.03"),
+        (measured(0.05, 0.03, floor=0.03), Verdict.INCONCLUSIVE, "beyond the floor of 0.03"),
+        (of_other_lengths(), Verdict.PASS, "reading 0.04 nats apart, 0.01"),
+        (dataclasses.replace(measured(0.0, 0.0), reading_floor=SILENT), Verdict.INCONCLUSIVE, "no finite answer"),
         (dataclasses.replace(measured(0.0, 0.0), answers=SILENT), Verdict.FAIL, "no finite answer to 1 of the texts"),
         (None, Verdict.INVALID, "The layout decides, but was not compared."),
     ],
@@ -48,8 +61,11 @@ SILENT = Divergences(False, (TextDivergence("text", 50, None), *totals(0.001).te
         "answers",
         "between",
         "floor",
-        "within the floor's bounds",
+        "within the floor and the promise",
         "beyond the floor",
+        "at the limit",
+        "answers of other lengths",
+        "NaN of the floor",
         "NaN",
         "unmeasured",
     ],
