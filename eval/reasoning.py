@@ -21,6 +21,8 @@ from typing import Final
 from quantmint.eval.chat import ChatAnswer, ChatItem, read_lines
 from quantmint.eval.errors import DefinitionError
 
+METRIC = "avg"
+"""The metric of all three tasks: the mean over a problem's sampled answers."""
 RIGHT, COMPLETE, UNREPEATED = "reasoning", "reasoning_complete", "reasoning_unrepeated"
 """The tasks of this endpoint, as a gate's record names them."""
 REQUEST: Final = "Work it out step by step. Then write `Answer:` and the number alone on the last line."

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from quantmint.eval import long_context, reasoning, tool_calls
 from quantmint.eval.accuracy import Accuracy
 from quantmint.eval.gate import GateReport
 from quantmint.eval.report.numbers import tone, unit_of
@@ -27,6 +28,14 @@ from quantmint.eval.report.plots import (
 from quantmint.eval.statistics.sequential import Look
 
 _TONES = {"PASS": "pass", "FAIL": "fail", "GO ON": "baseline"}
+_ENDPOINTS = {
+    tool_calls.EXACT: "the right functions with equal arguments",
+    tool_calls.VALID: "calls that keep the schema of a function",
+    reasoning.RIGHT: "right answers, the mean of a problem's samples",
+    reasoning.COMPLETE: "answers that end before the limit of length",
+    reasoning.UNREPEATED: "answers that do not end in a loop",
+    long_context.RETRIEVAL: "sentences found again in long texts",
+}
 Path = tuple[Accuracy, float, tuple[Look, ...]]
 """A gated task, its margin, and the looks that were taken at it."""
 
@@ -45,9 +54,17 @@ def view(gate: GateReport) -> dict[str, Any] | None:
             if results
         ],
         "looks": both_widths(partial(paths, sequential), "looks") if sequential else None,
+        "explained": {result.task: words for result in gate.accuracy if (words := _explained(result.task))},
         "saved": sum(result.planned - result.items for result in gate.accuracy),
         "planned": sum(result.planned for result in gate.accuracy),
     }
+
+
+def _explained(task: str) -> str | None:
+    """Return what a task of an endpoint beside the suite scores, in words; None for another task."""
+    if task.startswith(f"{long_context.LIKELIHOOD}_to_"):
+        return f"perplexity of long texts, in the bucket that ends at token {int(task.rpartition('_')[2]):,}"
+    return _ENDPOINTS.get(task)
 
 
 def changes(results: Sequence[tuple[Accuracy, str, GateReport]], *, width: int, name: str) -> str:
@@ -93,7 +110,7 @@ def paths(tasks: Sequence[Path], *, width: int, name: str) -> str:
         for axis, (result, margin, looks) in zip(grid.place(axes), tasks, strict=False):
             _panel(axis, result, margin, looks)
             decision, items = looks[-1].decision, looks[-1].items
-            end = f"{'undecided' if decision == 'GO ON' else decision} at {items:,} of {result.planned:,}"
+            end = f"{'undecided' if decision == 'GO ON' else decision} at {items:,}"
             title(axis, shorten(result.task, room - LETTER * 12 * (len(end) + 1), 14), left=grid.left)
             # The colour of an undecided bar is too pale for words.
             ink = "muted" if decision == "GO ON" else _TONES[decision]

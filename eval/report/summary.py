@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from quantmint.eval.gate import Finding, GateReport, Kind
+from quantmint.eval.reasoning import METRIC as SAMPLED
 from quantmint.eval.report import numbers
 from quantmint.eval.report.history import history_notes
 from quantmint.eval.report.model import Report, ServedSide
@@ -27,6 +28,8 @@ _STOPPED = (
     "longer was measured."
 )
 _DOUBTFUL = " It may yet be sound: with `canary: null` its tasks are asked."
+_TITLES: Final = {"kl": "KL"}
+"""Names of kinds of findings that are not their words."""
 
 
 def meaning(report: Report, gate: GateReport) -> str:
@@ -49,7 +52,7 @@ def view(report: Report, gate: GateReport) -> dict[str, Any]:
         "deciding": deciding[:AT_ONCE],
         "further": deciding[AT_ONCE:],
         "passed": passed if unresolved else [],
-        "kinds": [(kind, verdict) for kind in get_args(Kind) if (verdict := gate.verdict_of(kind))],
+        "kinds": [(_TITLES.get(kind, kind), verdict) for kind in get_args(Kind) if (verdict := gate.verdict_of(kind))],
         "notes": notes(report, gate),
         "tiles": tiles(report, gate),
         "headlines": gate.claims,
@@ -151,7 +154,7 @@ def _accuracy(gate: GateReport) -> list[tuple[str, str, str]]:
         said = f"{worst.task}, margin {unit.margin_words(gate.policy.margins[worst.task])}"
         caption = "Perplexity" if unit.perplexity else "Accuracy"
         sentences.append((caption, unit.words(worst.difference), said))
-    if scored:
+    if scored := [result for result in scored if result.metric != SAMPLED]:  # sampled answers change by themselves
         most = max(scored, key=lambda result: result.flip_rate)
         control = gate.control.get(most.task)
         floor = "" if control is None else f", floor {numbers.percent(control.rate)}"

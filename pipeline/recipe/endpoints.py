@@ -157,11 +157,11 @@ class Reasoning(Section):
 
     def tasks(self, gate: ReasoningGate, flip_rate: float | None) -> tuple[SuiteTask, ...]:
         """Return the tasks of this endpoint: right answers, complete ones, and those without a loop."""
-        from quantmint.eval.reasoning import COMPLETE, RIGHT, UNREPEATED
+        from quantmint.eval.reasoning import COMPLETE, METRIC, RIGHT, UNREPEATED
         from quantmint.eval.suites import SuiteTask
 
         return tuple(
-            SuiteTask(task, "avg", self.items, flip_rate or noise / self.answers, margin is not None, margin=margin)
+            SuiteTask(task, METRIC, self.items, flip_rate or noise / self.answers, margin is not None, margin=margin)
             for task, noise, margin in (
                 (RIGHT, _SAMPLED, gate.score),
                 (COMPLETE, _SELDOM, gate.cut),

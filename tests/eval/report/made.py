@@ -11,13 +11,18 @@ from typing import Any
 import numpy as np
 
 from quantmint.eval import long_context
+from quantmint.eval.acceptance import AcceptancePairs, AcceptancePolicy, PromptDrafts
 from quantmint.eval.canary import Canary
 from quantmint.eval.gate import Policy, judge
+from quantmint.eval.kl import Divergences, KlPolicy, TextDivergence
+from quantmint.eval.layout import LayoutMeasurement, LayoutPolicy
 from quantmint.eval.long_context import BucketDivergence, LongDivergence
 from quantmint.eval.measurements import CellResult, Launch, MachineState, Measurements, Server, StructureCheck, order
+from quantmint.eval.reasoning import COMPLETE, RIGHT, UNREPEATED
 from quantmint.eval.report.model import Flip, KvScale, Report, ShownLayerError, ShownStage
 from quantmint.eval.samples import Sample, SampleSet
 from quantmint.eval.statistics.sequential import plan_looks
+from quantmint.eval.tool_calls import EXACT, VALID
 from quantmint.eval.verdict import Verdict
 from tests.eval.measured import digest
 
@@ -378,7 +383,56 @@ def long() -> Report:
     return report(known, policy(margins=margins, long_kl=0.05))
 
 
+@cache
+def endpoints() -> Report:
+    """All promises beside the suite: function calls, sampled problems, KL, the layout and speculative decoding."""
+    rng = np.random.RandomState(11)
+    sets: dict[str, tuple[SampleSet, SampleSet]] = {}
+    for task, right, lost, gained in ((EXACT, 0.71, 14, 11), (VALID, 0.94, 3, 2)):
+        before, after = answered(600, right, lost, gained, len(task))
+        sets[task] = samples(task, before, "exact_match"), samples(task, after, "exact_match", until=2)
+    for task, share in ((RIGHT, 0.62), (COMPLETE, 0.97), (UNREPEATED, 0.985)):
+        chances = np.clip(rng.normal(share, 0.1, 600), 0, 1)
+        sides = [rng.binomial(4, chances) / 4 for _ in range(2)]
+        sets[task] = samples(task, sides[0], "avg"), samples(task, sides[1], "avg")
+    names = [f"text {number}" for number in range(47)] + ["german-letter"]
+
+    def nats(mean: float, positions: int = 64) -> Divergences:
+        values = positions * mean * rng.lognormal(-0.1, 0.45, len(names))
+        rows = zip(names, values.tolist(), strict=True)
+        return Divergences(False, tuple(TextDivergence(name, positions, value) for name, value in rows))
+
+    drafts = [
+        tuple(
+            PromptDrafts(name, int(count), 3 * int(count), int(count * rate))
+            for name, count in zip(names, counts, strict=True)
+        )
+        for rate in (1.31, 1.29)
+        for counts in [rng.randint(24, 34, len(names))]
+    ]
+    layout = LayoutMeasurement(
+        "TP 8", nats(0.021), nats(0.018), replace(nats(0.004, 32), exact=True), replace(nats(0.0037, 32), exact=True)
+    )
+    known = measurements(
+        samples={**all_samples(), **sets}, kl=nats(0.021), layout=layout,
+        acceptance=AcceptancePairs("eagle3", 3, *drafts),
+    )  # fmt: skip
+    margins = {**policy().margins, EXACT: 0.04, VALID: 0.03, RIGHT: 0.05, COMPLETE: 0.03, UNREPEATED: 0.03}
+    promises = {"kl": KlPolicy(0.03), "layout": LayoutPolicy(0.02), "acceptance": AcceptancePolicy(0.02)}
+    return report(known, policy(margins=margins, **promises))
+
+
+@cache
+def rounded() -> Report:
+    """A proof by emulation, which rounds MX scales to even, of a checkpoint for a target that rounds them up."""
+    known = measurements(launches=())
+    candidate = replace(known.candidate, mx_scales="even")
+    return report(replace(known, candidate=candidate), policy(min_ratio=None, mx_scales="up"), kv_tokens={})
+
+
 VARIANTS = {
+    "endpoints": endpoints,
+    "rounded": rounded,
     "long": long,
     "good": good,
     "stopped": stopped,
