@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from quantmint.pipeline.quantize.inspection.findings import Inspection
 from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.sections import CanaryGate
-from tests.trap.checkpoints import Sound
+from tests.trap.checkpoints import SMOLLM2, Sound
 
-_TEXTS = 48
+_TEXTS = {True: 48, False: 16}
+"""Texts that the embedded model (True) and others are asked."""
 _PROMISES = {False: 0.05, True: 0.5}
-"""Largest divergence that is promised in nats: in eight and six bits, and in four."""
+_PROMISE_SMOLLM2 = 0.1
+"""Largest divergence that is promised in nats: in eight and six bits, and in four; of SmolLM2 in eight bits."""
 STATIC_SCALES = (".k_scale", ".v_scale", ".input_scale", ".output_scale")
 
 
@@ -78,7 +80,7 @@ def inspection(checkpoint: Path, source: Path, scales: Mapping[str, float]) -> I
     )
 
 
-@cache
+@lru_cache(maxsize=3)  # log probabilities of a large vocabulary: the source's, and those of the last checkpoints
 def behaviour(folder: Path, tokenizer: Path) -> Behaviour:
     """Return what the model in ``folder`` says of some texts, in tokens by the tokenizer in ``tokenizer``."""
     import torch
@@ -90,7 +92,8 @@ def behaviour(folder: Path, tokenizer: Path) -> Behaviour:
     loaded, reader = load(folder, "cpu"), AutoTokenizer.from_pretrained(tokenizer)
     answers: list[Answer] = []
     rows: list[Any] = []
-    for prompt in prompts.load("tiny" if tokenizer.parent.name == "tiny" else "general")[:_TEXTS]:
+    embedded = tokenizer.parent.name == "tiny"
+    for prompt in prompts.load("tiny" if embedded else "general")[: _TEXTS[embedded]]:
         ids = torch.tensor(reader(prompt.text)["input_ids"][:500])
         logprobs = logits_of(loaded, ids[None])[0, :-1].float().log_softmax(-1)
         actual = logprobs.gather(1, ids[1:, None])[:, 0].tolist()
@@ -131,7 +134,8 @@ def outcome(
         measured = replace(
             measured, canary=canary.compare(before.answers, after.answers), kl=divergences(before, after)
         )
-        policy = replace(policy, canary=CanaryGate().policy([base.scheme]), kl=KlPolicy(_PROMISES[few_bits]))
+        promise = _PROMISE_SMOLLM2 if base.source == SMOLLM2 else _PROMISES[few_bits]
+        policy = replace(policy, canary=CanaryGate().policy([base.scheme]), kl=KlPolicy(promise))
     for kind, verdict, texts in _judged(measured, policy):
         verdicts[kind], reasons[kind] = verdict, texts
     return Outcome(verdicts, reasons)

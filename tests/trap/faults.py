@@ -117,7 +117,9 @@ def _renumbered(folder: Path) -> None:
 
 
 def _wrong_end(folder: Path) -> None:
-    _edited(folder, "generation_config.json", lambda config: config.update(eos_token_id=7))
+    generation = "generation_config.json"
+    name = generation if (folder / generation).is_file() else "config.json"  # which vLLM falls back to
+    _edited(folder, name, lambda config: config.update(eos_token_id=7))
 
 
 TRANSPOSED, ROUNDED = "a shard of TP 2 transposed", "activations rounded otherwise than the target does"

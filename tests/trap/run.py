@@ -2,7 +2,7 @@
 
 python -m tests.trap.run                      # prints the table; 1 where a fault passes or a sound one does not
 python -m tests.trap.run --write              # also into docs/gate.md
-python -m tests.trap.run --smollm2 FOLDER     # SmolLM2 beside the embedded model, see tests/bench/smollm2.py
+python -m tests.trap.run --smollm2 FOLDER     # SmolLM2 in place of the embedded model, see tests/bench/smollm2.py
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantmint.pipeline.serving.environment import VllmEnvironment, find_vllm
-from tests.trap.checkpoints import SMOLLM2, Sound, Workshop, sound
+from tests.trap.checkpoints import SOUND, SOUND_SMOLLM2, Sound, Workshop
 from tests.trap.endpoints import Outcome, calibrated_scales, outcome
 from tests.trap.faults import FAULTS, ROUNDED, TRANSPOSED, Fault
 from tests.trap.layouts import BASE, layouts
 
 PAGE = Path(__file__).parents[2] / "docs" / "gate.md"
-_BEGIN, _END = "<!-- trap: written by `make trap` -->", "<!-- trap: end -->"
+MARKS = ("<!-- trap: written by `make trap` -->", "<!-- trap: end -->")
+MARKS_SMOLLM2 = ("<!-- trap: written by `python -m tests.trap.run --smollm2 FOLDER --write` -->", MARKS[1])
+"""The marks in the page between which a table is written."""
 COLUMNS: Mapping[str, str] = {
     "inspection": "`inspect`",
     "servers": "validity",
@@ -60,10 +62,12 @@ def try_layouts(workshop: Workshop, vllm: VllmEnvironment) -> tuple[Outcome, Out
 
 def table(outcomes: Mapping[str, Outcome], good: Mapping[str, Outcome]) -> str:
     """Return the table of what stops what in Markdown; sound checkpoints are its last rows."""
-    lines = [f"| | {' | '.join(COLUMNS.values())} |", f"|---|{'---|' * len(COLUMNS)}"]
-    for name, result in {**outcomes, **good}.items():
+    results = {**outcomes, **good}
+    columns = [column for column in COLUMNS if any(column in result.verdicts for result in results.values())]
+    lines = [f"| | {' | '.join(COLUMNS[column] for column in columns)} |", f"|---|{'---|' * len(columns)}"]
+    for name, result in results.items():
         cells = []
-        for column in COLUMNS:
+        for column in columns:
             verdict = result.verdicts.get(column)
             cells.append(
                 "" if verdict is None else "passes" if column not in result.stoppers else _stop(result, column)
@@ -80,28 +84,33 @@ def _stop(result: Outcome, column: str) -> str:
     return f"**{next(iter(rules))}**"
 
 
-def write(text: str, page: Path = PAGE) -> None:
+def write(text: str, marks: tuple[str, str] = MARKS, page: Path = PAGE) -> None:
     """Write the table into the page, between its two marks. Raises `ValueError` where they are missing."""
     content = page.read_text(encoding="utf-8")
-    before, begin, rest = content.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    before, begin, rest = content.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not begin or not end:
-        raise ValueError(f"{page}: found no {_BEGIN} and {_END} to write between")
-    page.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}", encoding="utf-8")
+        raise ValueError(f"{page}: found no {marks[0]} and {marks[1]} to write between")
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trap; return 0 where it is whole."""
     parser = argparse.ArgumentParser(prog="python -m tests.trap.run", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, to try too")
+    parser.add_argument("--smollm2", type=Path, help="folder of SmolLM2-135M-Instruct, in place of the embedded model")
     parser.add_argument("--write", action="store_true", help="write the table into docs/gate.md")
     options = parser.parse_args(arguments)
+    embedded = options.smollm2 is None
     with tempfile.TemporaryDirectory(prefix="trap-") as folder:
         workshop = Workshop(Path(folder), options.smollm2)
-        good = {base.name: try_sound(workshop, base) for base in sound(options.smollm2)}
-        faults = dict(FAULTS) if options.smollm2 is None else {**FAULTS, **_on_smollm2()}
-        outcomes = {name: try_fault(workshop, fault) for name, fault in faults.items() if name != TRANSPOSED}
-        outcomes[TRANSPOSED], good[f"{BASE.name}, TP 2"] = try_layouts(workshop, find_vllm())[::-1]
+        good, outcomes = {}, {}
+        for base in SOUND if embedded else SOUND_SMOLLM2:
+            good[base.name] = _said(base.name, try_sound(workshop, base))
+        for name, fault in (FAULTS if embedded else _on_smollm2()).items():
+            if name != TRANSPOSED:
+                outcomes[name] = _said(name, try_fault(workshop, fault))
+        if embedded:
+            outcomes[TRANSPOSED], good[f"{BASE.name}, TP 2"] = try_layouts(workshop, find_vllm())[::-1]
     text = table(outcomes, good)
     sys.stdout.write(f"{text}\n")
     passed = [name for name, result in outcomes.items() if not result.stoppers]
@@ -111,18 +120,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in (*passed, *stopped):
         sys.stderr.write(f"wrong: {name}\n")
     if options.write:
-        write(text)
+        write(text, MARKS if embedded else MARKS_SMOLLM2)
     return 1 if passed or stopped else 0
 
 
+def _said(name: str, result: Outcome) -> Outcome:
+    """Return the outcome, printed for those who wait."""
+    verdicts = ", ".join(f"{column} {verdict.value}" for column, verdict in result.verdicts.items())
+    reasons = "".join(f"\n    {reason}" for column in result.stoppers for reason in result.reasons[column][:2])
+    sys.stderr.write(f"{name}: {verdicts}{reasons}\n")
+    sys.stderr.flush()
+    return result
+
+
 def _on_smollm2() -> dict[str, Fault]:
-    """Return the faults of dense models, injected into SmolLM2 in place of the embedded model."""
-    bases = {base: replace(base, source=SMOLLM2) for base in sound() if base.source == "embedded"}
-    return {
-        f"{name}, {SMOLLM2}": replace(fault, base=bases[fault.base])
-        for name, fault in FAULTS.items()
-        if fault.base in bases and name not in (TRANSPOSED, ROUNDED)
-    }
+    """Return the faults of dense models that files have, injected into SmolLM2 in place of the embedded model."""
+    bases = {replace(base, source="embedded"): base for base in SOUND_SMOLLM2}
+    return {name: replace(fault, base=bases[fault.base]) for name, fault in FAULTS.items() if fault.base in bases}
 
 
 if __name__ == "__main__":

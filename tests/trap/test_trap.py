@@ -57,10 +57,10 @@ def test_the_table_is_written_between_its_marks(workshop: Workshop, tmp_path: Pa
     name = "weights of two layers exchanged"
     text = table({name: try_fault(workshop, FAULTS[name])}, {"sound": try_sound(workshop, SOUND[0])})
     assert f"| {name} | **error too large** | passes |" in text
-    assert "| sound | passes | passes | passes | passes |  |" in text
+    assert "| sound | passes | passes | passes | passes |" in text
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- trap: written by `make trap` -->\nold\n<!-- trap: end -->\nafter\n")
-    write(text, page)
+    write(text, page=page)
     content = page.read_text()
     assert text in content
     assert "old" not in content
@@ -68,4 +68,4 @@ def test_the_table_is_written_between_its_marks(workshop: Workshop, tmp_path: Pa
     assert content.endswith("\nafter\n")
     page.write_text("no marks")
     with pytest.raises(ValueError, match="found no <!-- trap"):
-        write(text, page)
+        write(text, page=page)
