@@ -97,13 +97,13 @@ def _stated(recipe: Recipe, recorded: GateReport) -> Iterator[str]:
         ),
         *(task for tasks in recipe.endpoints.values() for task in tasks),
     ]
-    known = {task.task for task in tasks}
+    names = {task.task for task in tasks}
     # Where no task that is known decides, this one stands for those of the suite.
     suite = Suite(recipe.evaluation.suite, "", (*tasks, SuiteTask("-", "", 1, _UNKNOWN)))
     expected = recipe.gate.policy(suite, target.hardware, recipe.quantization.schemes, target.rounding).to_json()
     actual = recorded.policy.to_json()
-    margins = {task: margin for task, margin in expected["margins"].items() if task in known}
-    expected["margins"] = {task: limit for task, limit in actual["margins"].items() if task not in known} | margins
+    margins = {task: margin for task, margin in expected["margins"].items() if task in names}
+    expected["margins"] = {task: limit for task, limit in actual["margins"].items() if task not in names} | margins
     if accuracy.expected_flip_rate is None:
         expected["expected_flip_rate"] = actual["expected_flip_rate"]
     for change in _differing(expected, recorded.policy):
