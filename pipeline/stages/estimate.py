@@ -20,6 +20,9 @@ from quantmint.pipeline.stages.sizes import Prediction
 
 START_S: Final = 150.0
 """Seconds of a start of vLLM on a GPU, which compiles."""
+_EAGER_START_S, _EAGER_STEP_S = 60.0, 0.02
+"""Seconds of a start without compilation, and of a server's own work for a step of answers there: a model of 30 layers
+on an H200 that another job used too started in 84, 44 and about 45 s, and answered one request in 24 ms a step."""
 TOKEN_S: Final = 0.04
 """Seconds of a token of an answer, for which a reader does not wait."""
 READ_S: Final = 0.1
@@ -76,12 +79,17 @@ class Estimate:
         """Seconds of a server's start, with weights read from the disk."""
         if self.by_reference:  # 16 bit, read as float32
             return float(_REFERENCE_IMPORT * self.rates.start + 2 * self.size.source / self.rates.load)
-        return float((_CPU_START_S if self.on_cpu else START_S) + self.size.source / self.rates.disk)
+        return float(self.cached_start + self.size.source / self.rates.disk)
 
     @property
     def cached_start(self) -> float:
         """Seconds of a start of vLLM with weights in the page cache, as in every launch but the first."""
-        return _CPU_START_S if self.on_cpu else START_S
+        return _CPU_START_S if self.on_cpu else _EAGER_START_S if self.is_eager else START_S
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the recipe turns compilation and graphs off."""
+        return self.setting.recipe.serve.knobs.get("--enforce-eager") is True
 
     @property
     def restart(self) -> float:
@@ -108,7 +116,7 @@ class Estimate:
         """Return the seconds of a step that gives each of `in_flight` requests one token of its answer.
 
         The step reads the baseline's weights and the KV cache of all requests, each `context` tokens long, once. A CPU
-        is taken to read the weights alone.
+        is taken to read the weights alone. Without graphs a GPU waits for the host besides.
         """
         if self.on_cpu:
             return float(_CPU_STEP_S + self.size.source / self.rates.read)
@@ -117,7 +125,8 @@ class Estimate:
         if row.bandwidth is None:
             return TOKEN_S
         read = self.size.source + in_flight * context * (self.size.kv_bytes_per_token or 0)
-        return float(read / (target.gpus * _MEMORY_BUSY * row.bytes_per_second))
+        own = _EAGER_STEP_S if self.is_eager else 0.0
+        return own + float(read / (target.gpus * _MEMORY_BUSY * row.bytes_per_second))
 
     @property
     def position(self) -> float:

@@ -198,7 +198,8 @@ def text_divergence(server: RunningServer, text: ReadText) -> TextDivergence:
         token, logprob = sample
         listed = dict(zip(candidate.tokens[place], candidate.logprobs[place], strict=True))
         if token not in listed:
-            answer = read_prompt(server, text.name, (*text.ids[: place + 1], token))
+            # Only the last token's own log probability is read: a list at each position would cost ten times as much.
+            answer = read_prompt(server, text.name, (*text.ids[: place + 1], token), likeliest=1)
             if not answer.actual:
                 return None
             listed[token] = answer.actual[-1]

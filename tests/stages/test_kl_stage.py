@@ -20,6 +20,7 @@ from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.recipe.sections import KlGate
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.serving.running.dialect import VLLM, Dialect
+from quantmint.pipeline.stages.canary import LIKELIEST
 from quantmint.pipeline.stages.kl import KlStage, read_divergences
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import LOCATION
@@ -112,7 +113,9 @@ def test_vllm_s_answers_estimate_the_divergence_of_the_vocabulary(ask: Any, tmp_
     assert all(
         (body["temperature"], body["top_p"], body["top_k"], body["max_tokens"]) == (1, 1, -1, 1) for body in draws
     )
-    assert all("prompt_logprobs" in body for body in candidate.bodies)
+    # Of a drawn token that no list has, its own log probability is asked for and no list again.
+    assert [body["prompt_logprobs"] for body in candidate.bodies].count(LIKELIEST) == PROMPTS
+    assert {body["prompt_logprobs"] for body in candidate.bodies} == {LIKELIEST, 1}
     divergences = read_divergences(tmp_path / "candidate")
     figure, truth = kl.measure(divergences), exact(baseline, candidate)
     assert not divergences.exact

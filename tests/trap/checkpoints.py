@@ -105,7 +105,7 @@ class Workshop:
         (self.folder / "articles.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         name = self.folder / "articles.yaml"
         name.write_text("name: articles\ndescription: Wikipedia.\nfile: articles.jsonl\ntext: text\n")
-        return {**CALIBRATION, "set": str(name)}
+        return {**CALIBRATION, "set": str(name), "samples": 8, "sequence_length": 128}
 
 
 def _mixture(folder: Path) -> None:

@@ -27,8 +27,8 @@ from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.sections import CanaryGate
 from tests.trap.checkpoints import SMOLLM2, Sound
 
-_TEXTS = {True: 48, False: 16}
-"""Texts that the embedded model (True) and others are asked."""
+_TEXTS = {True: (48, 500), False: (8, 200)}
+"""Texts that the embedded model (True) and others read, and the most tokens of each."""
 _PROMISES = {False: 0.05, True: 0.5}
 _PROMISE_SMOLLM2 = 0.1
 """Largest divergence that is promised in nats: in eight and six bits, and in four; of SmolLM2 in eight bits."""
@@ -93,8 +93,9 @@ def behaviour(folder: Path, tokenizer: Path) -> Behaviour:
     answers: list[Answer] = []
     rows: list[Any] = []
     embedded = tokenizer.parent.name == "tiny"
-    for prompt in prompts.load("tiny" if embedded else "general")[: _TEXTS[embedded]]:
-        ids = torch.tensor(reader(prompt.text)["input_ids"][:500])
+    count, length = _TEXTS[embedded]
+    for prompt in prompts.load("tiny" if embedded else "general")[:count]:
+        ids = torch.tensor(reader(prompt.text)["input_ids"][:length])
         logprobs = logits_of(loaded, ids[None])[0, :-1].float().log_softmax(-1)
         actual = logprobs.gather(1, ids[1:, None])[:, 0].tolist()
         values, tokens = (tuple(map(tuple, top.tolist())) for top in logprobs.topk(20))

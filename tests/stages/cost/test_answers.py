@@ -20,9 +20,10 @@ MEASURED = Path(__file__).parents[3] / "docs" / "bench-throughput-h100.json"
 _8B = SimpleNamespace(source=16_060_522_496, parameters=8_030_261_248, active=8_030_261_248, kv_bytes_per_token=131_072)
 
 
-def estimate(hardware: str = "h100", gpus: int = 1, **sizes: Any) -> Estimate:
+def estimate(hardware: str = "h100", gpus: int = 1, *, eager: bool = False, **sizes: Any) -> Estimate:
     target = SimpleNamespace(hardware=hardware, gpus=gpus)
-    recipe = SimpleNamespace(target=target, evaluation=SimpleNamespace(runtime="vllm"))
+    serve = SimpleNamespace(knobs={"--enforce-eager": True} if eager else {})
+    recipe = SimpleNamespace(target=target, evaluation=SimpleNamespace(runtime="vllm"), serve=serve)
     size: Any = SimpleNamespace(**{**vars(_8B), **sizes})
     setting: Any = SimpleNamespace(recipe=recipe)
     return Estimate(setting, size, known("two-cores" if hardware == "cpu" else "h100"), {}, {}, None)
@@ -54,6 +55,13 @@ def test_prompts_and_answers_add_up() -> None:
     assert _request_seconds(replace(short, output_len=256), estimate()) > one
     assert _request_seconds(short, estimate(gpus=2)) == pytest.approx(one / 2)
     assert _request_seconds(short, estimate(active=_8B.active // 4)) < one
+
+
+def test_a_launch_without_graphs_starts_sooner_and_waits_for_its_host() -> None:
+    graphs, eager = estimate(), estimate(eager=True)
+    assert eager.start < graphs.start
+    assert eager.answer_step(1, 300) == pytest.approx(0.02 + graphs.answer_step(1, 300))
+    assert estimate("cpu", eager=True).answer_step(1, 300) == estimate("cpu").answer_step(1, 300)
 
 
 def test_a_gpu_without_a_data_sheet_and_a_cpu() -> None:
