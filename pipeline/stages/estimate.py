@@ -125,8 +125,8 @@ class Estimate:
         if row.bandwidth is None:
             return TOKEN_S
         read = self.size.source + in_flight * context * (self.size.kv_bytes_per_token or 0)
-        own = _EAGER_STEP_S if self.is_eager else 0.0
-        return own + float(read / (target.gpus * _MEMORY_BUSY * row.bytes_per_second))
+        waiting = _EAGER_STEP_S if self.is_eager else 0.0
+        return waiting + float(read / (target.gpus * _MEMORY_BUSY * row.bytes_per_second))
 
     @property
     def position(self) -> float:
