@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-_ALIASES = {"kimi_k2": "deepseek_v3"}
+_ALIASES = {"kimi_k2": "deepseek_v3", "kimi_k25": "kimi_k25"}
 """Model types of releases that bring code for them, by the type of transformers that they are; vLLM 0.32 has the same
 (vllm/transformers_utils/config.py)."""
 
@@ -14,14 +14,14 @@ _ALIASES = {"kimi_k2": "deepseek_v3"}
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a folder, as transformers reads it.
 
-    Kimi K2, whose model type is its own, is read as the DeepSeek V3 that it is, unless its code is trusted. Raises what
-    transformers raises.
+    Kimi's models are read as the types of transformers that they are, also where their code is trusted: the tokenizer
+    needs it, and the model does not. Raises what transformers raises.
     """
     import transformers
 
     fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = _ALIASES.get(str(fields.get("model_type")))
-    if kind is None or trust_remote_code:
+    if kind is None:
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )

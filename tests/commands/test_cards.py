@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.commands.cards import Card, assert_card, run_shipped
-from tests.zoo.models import add_predictor, build, encode_blocks
+from tests.zoo.models import add_predictor, build, encode_blocks, encode_int4, read_config, write_config
 
 Quantmint = Callable[..., Any]
 
@@ -66,3 +66,26 @@ def test_qwen3_5_has_its_mixtures_alone_in_four_bits(quantmint: Quantmint, words
     folder = run_shipped(quantmint, "qwen35-397b-mxfp4", source, texts)
     kept = ("*linear_attn*", "*self_attn*", "*mlp.gate", "*shared_expert_gate", "*lm_head", "*visual*", "mtp.*")
     assert assert_card(folder, Card(kept, "mxfp4", {}))["mxfp4"] == 30
+
+
+@pytest.mark.parametrize(("model", "recipe"), [("kimi_k2", "kimik2thinking-mxfp4"), ("kimi_k25", "kimik25-mxfp4")])
+def test_kimi_has_routed_experts_in_four_bits_and_attention_in_fp8(
+    quantmint: Quantmint, model: str, recipe: str
+) -> None:
+    """What amd/Kimi-K2.5-MXFP4 is known to keep, and attention in FP8 as in amd/Kimi-K2-Thinking-MXFP4-AttnFP8.
+
+    Code of the repository is trusted for the tokenizer; the model's is not run.
+    """
+    plain = build(model, Path("plain").absolute())
+    source = encode_int4(plain, Path("source").absolute())
+    auto_map = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    write_config(source, {**read_config(source), "model_type": model, "auto_map": auto_map})
+    (source / "modeling_deepseek.py").write_text("raise SystemExit('it was run')\n")
+    folder = run_shipped(quantmint, recipe, source)
+    dense = ("*mlp.gate_proj", "*mlp.up_proj", "*mlp.down_proj")
+    card = Card(
+        ["*mlp.gate", "*lm_head", *dense, "*shared_experts*", "vision_tower*", "mm_projector*"],
+        "mxfp4",
+        {"*self_attn*": "ptpc_fp8"},
+    )
+    assert assert_card(folder, card)["mxfp4"] == 12

@@ -26,7 +26,9 @@ from tests.eval.measured import make_launches
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.repo is not None]
-LARGEST = "deepseek-r1-mxfp4"
+LARGEST = ("deepseek-r1-mxfp4", "kimik2thinking-mxfp4", "kimik25-mxfp4")
+AMDS = [name for name in SHIPPED if not name.startswith(("llama8b", "llama70b", "llama405b", "mixtral"))]
+"""Recipes of models that AMD publishes quantized for nodes of eight."""
 Quantmint = Callable[..., Any]
 
 COST = {"seconds", "written", "memory", "device_memory", "disk", "bound", "parts", "mode"}
@@ -85,7 +87,7 @@ def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == LARGEST else []) for name in SHIPPED]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGEST else []) for name in SHIPPED]
 )
 @pytest.mark.usefixtures("_no_network", "large_disk")
 def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
@@ -99,7 +101,8 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
 
     sizes = plan["predicted"]
     method = json.loads((config / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
-    width = {None: 2, "fp8": 1, "mxfp4": 0.56}[method]  # bytes; MXFP4 with what gpt-oss has in 16 bit
+    # Bytes a weight: MXFP4 with what gpt-oss has in 16 bit, INT4 in groups of 32 with what Kimi has.
+    width = {None: 2, "fp8": 1, "mxfp4": 0.56, "compressed-tensors": 0.58}[method]
     assert sizes["source"] == pytest.approx(width * sizes["parameters"], rel=0.02 if method is None else 0.03)
     ratio = sizes["source"] * 2 / width / sizes["checkpoint"]
     low, high = {
@@ -141,6 +144,24 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
         assert plan["bench"]["seconds"] <= 45 * 60, "a proof that a schedule repeats"
     assert plan["bench"]["prompts"] >= sum(12 * (cell.concurrency or 0) for cell in load)
     assert not Path("store").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AMDS)
+@pytest.mark.usefixtures("_no_network", "large_disk")
+def test_recipes_of_amds_models_plan_on_nodes_of_mi300x_and_mi355x(quantmint: Quantmint, name: str) -> None:
+    """Time, memory and disk on either machine, whichever of them the recipe is made for."""
+    config = CONFIGS / str(load_recipe(name).recipe.source.repo).rpartition("/")[2]
+    for machine, gigabytes in (("mi300x:8", 192), ("mi355x:8", 288)):
+        ended = quantmint("plan", name, "--config", config, "--for", machine, "--json")
+        assert ended.code == 0, ended.err
+        plan = ended.json
+        assert plan["machine"] == machine
+        quantize, sizes = plan["costs"]["stages"]["quantize"], plan["predicted"]
+        assert 5 < quantize["seconds"] < plan["seconds"] < 48 * 3600
+        assert 0 < quantize["device_memory"] < gigabytes * 1e9
+        assert 0 < sizes["weights_per_gpu"] < 0.9 * gigabytes * 1e9
+        assert plan["disk"]["needed"]["checkpoint"] == sizes["checkpoint"] == quantize["disk"]
 
 
 @pytest.mark.usefixtures("_no_network", "large_disk")

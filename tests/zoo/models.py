@@ -301,6 +301,38 @@ def to_blocks(weight: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, tor
     return codes.to(torch.float8_e4m3fn), scales
 
 
+def encode_int4(folder: Path, out: Path, group: int = 32) -> Path:
+    """Copy a 16-bit model into ``out`` as Kimi's releases: single experts in INT4, in groups of inputs; return ``out``.
+
+    ``X.weight_packed`` I32 [O, I / 8] lies beside ``X.weight_scale`` [O, I / group] and ``X.weight_shape``.
+    """
+    import torch
+
+    from quantmint.pipeline.quantize.schemes.elements import pack_int4
+
+    _copy(folder, out)
+    encoded: Tensors = {}
+    for name, tensor in split_experts(read(out)).items():
+        if _EXPERT.fullmatch(name) is None:
+            encoded[name] = tensor
+            continue
+        groups = tensor.float().unflatten(1, (-1, group))
+        scales = (groups.abs().amax(dim=2) / 7.5).to(tensor.dtype)
+        numbers = (groups / scales.float().unsqueeze(2)).round().clamp(-8, 7).flatten(1)
+        encoded[f"{name}_packed"], encoded[f"{name}_scale"] = pack_int4(numbers), scales
+        encoded[f"{name}_shape"] = torch.tensor(tensor.shape, dtype=torch.int32)
+    write(out, encoded)
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": True}
+    declared = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"],
+    }
+    write_config(out, {**read_config(out), "quantization_config": declared})
+    return out
+
+
 def add_predictor(folder: Path, style: str, *, stacked: bool = True) -> None:
     """Add a multi-token predictor of one layer to a folder, and the field of config.json that announces it.
 
