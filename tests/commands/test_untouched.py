@@ -20,7 +20,8 @@ Models = Callable[..., Path]
 CASES = [
     ("ptpc_fp8", "compressed-tensors", "quark"),
     ("ptpc_fp8", "quark", "compressed-tensors"),
-    ("fp8_block", "compressed-tensors", "compressed-tensors"),
+    ("fp8_block", "compressed-tensors", "quark"),
+    ("fp8_block", "quark", "compressed-tensors"),
     ("mxfp8", "compressed-tensors", "compressed-tensors"),
     ("mxfp4", "compressed-tensors", "quark"),
     ("mxfp4", "quark", "compressed-tensors"),
@@ -111,6 +112,15 @@ def test_an_excluded_layer_stays_as_the_source_has_it(
     declared = json.loads(Path("second/config.json").read_text())["quantization_config"]
     assert declared != json.loads(Path("inflated/config.json").read_text())["quantization_config"]
     assert not any("mlp" in name for name in declared["exclude" if layout == "quark" else "ignore"])
+
+
+def test_what_a_layout_cannot_declare_is_not_left_in_it(quantmint: Quantmint, models: Models) -> None:
+    made = quantmint("quantize", models("llama"), "first", "--scheme", "mxfp8")
+    assert made.code == 0, made.err
+    more = ("--format", "quark", "--exclude", "re:.*layers[.]1[.]mlp.*", "--keep", "source")
+    refused = quantmint("quantize", "first", "second", "--scheme", "mxfp4", *more)
+    assert refused.code == 2
+    assert "encoding mxfp8 has no declaration in the layout quark" in refused.err
 
 
 def test_gptq_leaves_what_stays_as_the_source_has_it(

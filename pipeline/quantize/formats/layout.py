@@ -335,7 +335,7 @@ class Quark(Layout):
 
     name = "quark"
     _keys, _kv_scales = ("weight", "input_tensors"), ("k_proj.output_scale", "v_proj.output_scale")
-    _decisive = ("dtype", "qscheme", "is_dynamic", "group_size")
+    _decisive = ("dtype", "qscheme", "is_dynamic", "group_size", "block_size")
 
     def quantization_config(self, choice: Choice) -> dict[str, Any]:
         """Return the value for config.json; modules of another scheme than the most frequent are listed by exact names.

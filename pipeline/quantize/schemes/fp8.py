@@ -167,5 +167,7 @@ _BLOCKS_EXACT = Kernel("fp8_block_exact", fp8_block_exact, _decode_blocks, rows=
 SCHEMES = (
     WeightScheme("ptpc_fp8", _decode, {"compressed-tensors": _PTPC, "quark": _PTPC}, 24.0, exact=_PTPC_EXACT),
     WeightScheme("fp8", _decode, {"compressed-tensors": _TENSOR, "quark": _TENSOR}, 20.0),
-    WeightScheme("fp8_block", _decode_blocks, {"compressed-tensors": _BLOCKS}, 24.0, exact=_BLOCKS_EXACT),
+    WeightScheme(
+        "fp8_block", _decode_blocks, {"compressed-tensors": _BLOCKS, "quark": _BLOCKS}, 24.0, exact=_BLOCKS_EXACT
+    ),
 )
