@@ -32,7 +32,7 @@ from quantmint.pipeline.stages.cost import (
     sensitivity_samples,
 )
 from quantmint.pipeline.stages.rates import HOST_BYTES, HOST_CORES, Origin, Rates, rates_here, rates_of
-from quantmint.pipeline.stages.rounding_cost import change_seconds, hessian_seconds, rounding_seconds
+from quantmint.pipeline.stages.rounding_cost import change_seconds, expert_passes, hessian_seconds, rounding_seconds
 
 
 def machine_here(device: str) -> tuple[MachineCapacity, Origin]:
@@ -111,8 +111,25 @@ def forecast_weights(
             once = calibrate_cost(gptq_volume(source, structure, recipe), machine)
             rounding = gptq_seconds(source, structure, recipe, choice.schemes, machine)
             room = gptq_bytes(structure, choice.schemes, on_gpu=rates.link is not None)
-            stages["quantize"] = _after(stages["quantize"], once, rounding, room, machine)
+            forwards = _FORWARDS * once.seconds + _pass_seconds(source, structure, recipe, choice.schemes, machine)
+            stages["quantize"] = _after(stages["quantize"], once, (forwards, rounding), room, machine)
     return WeightForecast(origin, rates, stages)
+
+
+def _pass_seconds(
+    source: Checkpoint, structure: Structure, recipe: Recipe, schemes: Mapping[str, str], machine: MachineCapacity
+) -> float:
+    """Return the seconds in which GPTQ runs layers again for their experts; 0 for a dense model.
+
+    The experts of a pass are a part of a layer's, and get the tokens that the router sends to them.
+    """
+    once = calibrate_cost(gptq_volume(source, structure, recipe, routed=True), machine)
+    on_gpu = machine.rates.link is not None
+    free = machine.device_memory - once.device_memory if on_gpu else machine.memory - once.memory
+    shapes = {name: shape for name, shape in structure.linear.items() if name in schemes}
+    passes = expert_passes(shapes, max(free, 0), on_gpu=on_gpu)
+    forward = (once.parts["products"] + once.parts["scores"]) / len(machine.devices)
+    return passes * forward / max(len(structure.attention), 1)
 
 
 def gptq_seconds(
@@ -171,19 +188,19 @@ _FORWARDS = 3
 """Forwards of each layer that GPTQ takes, the one that channels are scaled by among them, but for its own products."""
 
 
-def _after(cost: Cost, once: Cost, seconds: float, rounding: int, machine: MachineCapacity) -> Cost:
+def _after(cost: Cost, once: Cost, times: tuple[float, float], rounding: int, machine: MachineCapacity) -> Cost:
     """Return ``cost``, the cost of writing a checkpoint, with that of the GPTQ before it.
 
-    ``once`` is the cost of one forward, ``seconds`` what GPTQ takes beside forwards, ``rounding`` its bytes of memory
-    on the device.
+    ``once`` is the cost of one forward, ``times`` are the seconds of GPTQ's forwards and those beside them, ``rounding``
+    are its bytes of memory on the device.
     """
+    forwards, seconds = times
     on_cpu = machine.rates.link is None
     once = replace(
         once,
         memory=once.memory + (rounding if on_cpu else 0),
         device_memory=once.device_memory + (0 if on_cpu else rounding),
     )
-    forwards = _FORWARDS * once.seconds
     spent = forwards + seconds
     bound = max(("forwards", forwards), ("rounding", seconds), (cost.bound, cost.seconds), key=lambda part: part[1])[0]
     memory, there = max(cost.memory, once.memory), max(cost.device_memory, once.device_memory)

@@ -279,13 +279,15 @@ def routed_share(config: Mapping[str, Any]) -> float:
     return chosen / total if total and chosen else 1.0
 
 
-def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe) -> CalibrateVolume:
+def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe, *, routed: bool = False) -> CalibrateVolume:
     """Return the volume of one forward of GPTQ in layer mode, with fused attention.
 
-    Compensation doubles the hidden states, because a reference model runs alongside.
+    Compensation doubles the hidden states, because a reference model runs alongside. With ``routed`` experts get the
+    tokens that the router sends to them alone.
     """
     assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
-    volume = replace(calibrate_volume(source, structure, recipe.calibration, is_fused=True), mode="layer")
+    section = recipe.calibration.model_copy(update={"experts": "routed"}) if routed else recipe.calibration
+    volume = replace(calibrate_volume(source, structure, section, is_fused=True), mode="layer")
     has_reference_model = recipe.quantization.parameters["compensation"]
     states = volume.need.states * (2 if has_reference_model else 1)
     return replace(volume, need=replace(volume.need, states=states))

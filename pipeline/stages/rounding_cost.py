@@ -8,10 +8,12 @@ launches of a few small kernels, which a GPU replays from a graph.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Final
 
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
+from quantmint.pipeline.quantize.gptq.runner import expert_count
 from quantmint.pipeline.recipe.modules import fused_with
 from quantmint.pipeline.stages.rates import Rates
 
@@ -26,6 +28,8 @@ _SIDE_BY_SIDE: Final = 10
 _CHANGE_S: Final = 0.01
 """Of one group of modules in one scheme for one sample: hooks, and inputs rounded as they are served."""
 _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+_PROJECTION: Final = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
+_DOWN: Final = ("down_proj", "w2")
 
 Shapes = Mapping[str, tuple[int, int]]
 """Rows and columns of each linear weight, by its module."""
@@ -59,6 +63,27 @@ def hessian_seconds(shapes: Shapes, tokens: float, share: float, rate: float, *,
         for module, (_, columns) in groups.values()
     )
     return sums * operations / rate
+
+
+def expert_passes(shapes: Shapes, free: int, *, on_gpu: bool) -> int:
+    """Return how often GPTQ runs a layer for its experts, of all layers together.
+
+    A pass sums the Hessians of as many experts of a stack as fit (`Runner.steps`); gate and up are one stack. ``shapes``
+    are [out_features, in_features] of the modules that are rounded, ``free`` the bytes of a device's memory beside the
+    model and the hidden states.
+    """
+    projections: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    for module, shape in shapes.items():
+        if (match := _PROJECTION.fullmatch(module)) is not None:
+            projections[match[1], match[2]].append(shape)
+    stacks: dict[tuple[str, bool], tuple[int, int, int]] = {}
+    for (container, projection), members in projections.items():
+        stack, (rows, columns) = (container, projection in _DOWN), members[0]
+        stacks[stack] = len(members), rows + stacks.get(stack, (0, 0, 0))[1], columns
+    return sum(
+        -(-count // expert_count(free // 4, max(rows, columns), columns, on_gpu=on_gpu))
+        for count, rows, columns in stacks.values()
+    )
 
 
 def change_seconds(shapes: Shapes, names: Collection[str], samples: int) -> float:

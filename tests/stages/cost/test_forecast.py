@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,18 @@ from quantmint.pipeline.stages.rates import known, rates_of
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
 TINY = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
+
+
+def by_gptq(**parameters: object) -> Recipe:
+    quantization = {"scheme": "mxfp4", "algorithm": "gptq", "kv_cache": "auto", "format": "quark"}
+    return Recipe.model_validate(
+        {
+            "name": "r",
+            "source": {"repo": "a/b"},
+            "quantization": {**quantization, "gptq": parameters},
+            "calibration": {"set": "tiny", "samples": 128, "sequence_length": 2048},
+        }
+    )
 
 
 def seconds(recipe: Recipe, target: str = "cpu") -> dict[str, float]:
@@ -51,19 +64,23 @@ def test_the_embedded_model_takes_what_it_took() -> None:
 )
 def test_gptq_of_an_8b_shape_takes_what_was_measured(parameters: dict[str, object], least: float, most: float) -> None:
     """docs/notes/measurements.md, "In what time": 128 x 2048 tokens on one H100, less the start of the process."""
-    recipe = Recipe.model_validate(
-        {
-            "name": "r",
-            "source": {"repo": "a/b"},
-            "quantization": {
-                "scheme": "mxfp4", "algorithm": "gptq", "gptq": parameters, "kv_cache": "auto", "format": "quark",
-            },
-            "calibration": {"set": "tiny", "samples": 128, "sequence_length": 2048},
-        }
-    )  # fmt: skip
+    recipe = by_gptq(**parameters)
     source, structure = imagine(CONFIGS / "Llama-3.1-8B-Instruct")
     stages = forecast_weights(source, structure, recipe, machine_of(parse_target("h100:1"))).stages
     assert least / 1.5 < stages["quantize"].seconds < most * 1.5
+
+
+def test_gptq_runs_layers_again_for_their_experts(tmp_path: Path) -> None:
+    """A second layer of R1's shape took 57.3 s on one H100: 184.6 s for two, 127.3 s for one (docs/benchmarks.md)."""
+    config = json.loads((CONFIGS / "DeepSeek-R1-0528" / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 0, "first_k_dense_replace": 0, "quantization_config": None}
+    took = []
+    for layers in (1, 2):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+        source, structure = imagine(tmp_path)
+        stages = forecast_weights(source, structure, by_gptq(), machine_of(parse_target("h100:1"))).stages
+        took.append(stages["quantize"].seconds)
+    assert took[1] - took[0] == pytest.approx(57.3, rel=0.1)
 
 
 @pytest.mark.parametrize("target", ["cpu", "mi300x:8"])
