@@ -191,8 +191,8 @@ _FORWARDS = 3
 def _after(cost: Cost, once: Cost, times: tuple[float, float], rounding: int, machine: MachineCapacity) -> Cost:
     """Return ``cost``, the cost of writing a checkpoint, with that of the GPTQ before it.
 
-    ``once`` is the cost of one forward, ``times`` are the seconds of GPTQ's forwards and those beside them, ``rounding``
-    are its bytes of memory on the device.
+    ``once`` is the cost of one forward, ``times`` are the seconds of GPTQ's forwards and those beside them,
+    ``rounding`` are its bytes of memory on the device.
     """
     forwards, seconds = times
     on_cpu = machine.rates.link is None

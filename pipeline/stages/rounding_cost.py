@@ -68,9 +68,9 @@ def hessian_seconds(shapes: Shapes, tokens: float, share: float, rate: float, *,
 def expert_passes(shapes: Shapes, free: int, *, on_gpu: bool) -> int:
     """Return how often GPTQ runs a layer for its experts, of all layers together.
 
-    A pass sums the Hessians of as many experts of a stack as fit (`Runner.steps`); gate and up are one stack. ``shapes``
-    are [out_features, in_features] of the modules that are rounded, ``free`` the bytes of a device's memory beside the
-    model and the hidden states.
+    A pass sums the Hessians of as many experts of a stack as fit (`Runner.steps`); gate and up are one stack.
+    ``shapes`` are [out_features, in_features] of the modules that are rounded, ``free`` the bytes of a device's memory
+    beside the model and the hidden states.
     """
     projections: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
     for module, shape in shapes.items():

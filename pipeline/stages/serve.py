@@ -238,23 +238,17 @@ def launch_plan(setting: Setting, side: Side, model: Path) -> LaunchPlan:
     Raises `UserError` where the model cannot be served.
     """
     recipe = setting.recipe
+    arguments: dict[str, Any] = {
+        "served_model_name": "model",
+        "max_model_len": recipe.target.max_model_len,
+        "kv_cache_dtype": "auto" if side == "baseline" else recipe.quantization.kv_cache,
+        "trust_remote_code": recipe.trust_remote_code,
+    }
     if recipe.evaluation.runtime == "reference":
-        return reference_plan(
-            model,
-            served_model_name="model",
-            max_model_len=recipe.target.max_model_len,
-            kv_cache_dtype="auto" if side == "baseline" else recipe.quantization.kv_cache,
-            trust_remote_code=recipe.trust_remote_code,
-            mx_scales=recipe.mx_scales if has_mx_activations(recipe.quantization.schemes) else "even",
-        )
+        mx_scales = recipe.mx_scales if has_mx_activations(recipe.quantization.schemes) else "even"
+        return reference_plan(model, **arguments, mx_scales=mx_scales)
     if dialect_of(recipe.serve.runtime) is SGLANG:
-        return sglang_plan(
-            model,
-            served_model_name="model",
-            max_model_len=recipe.target.max_model_len,
-            kv_cache_dtype="auto" if side == "baseline" else recipe.quantization.kv_cache,
-            trust_remote_code=recipe.trust_remote_code,
-        )
+        return sglang_plan(model, **arguments)
     tunableop = setting.loaded.tunableop
     source = facts_of_config(setting.config)
     request = replace(
