@@ -88,7 +88,7 @@ def serve(model: str, port: int, startup_timeout: float, dry_run: bool, **option
 
 
 def _request(model: str, port: int, options: dict[str, Any], *, planning: bool) -> ServeRequest:
-    from quantmint.pipeline.recipe.schema import Serve
+    from quantmint.pipeline.recipe.serving import Serve
     from quantmint.pipeline.runs.serving import (
         ServeRequest,
         fetched,

@@ -1,8 +1,11 @@
-"""The base class of a recipe's sections."""
+"""The base class of a recipe's sections, and what their fields share."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
 PRINTABLE = r"^[^\x00-\x1f]+$"
@@ -24,3 +27,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def row_of(names: Iterable[str]) -> Any:
+    """Return a validator that refuses a name that is none of ``names``."""
+    valid = tuple(names)
+
+    def check(name: str) -> str:
+        if name not in valid:
+            raise wrong(f"one of {', '.join(valid)}")
+        return name
+
+    return AfterValidator(check)

@@ -35,7 +35,8 @@ from quantmint.pipeline.publish.release import DRAFT
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.load import LoadedRecipe, recipe_names
-from quantmint.pipeline.recipe.schema import Recipe, Serve, Speculative
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.recipe.serving import Serve, Speculative
 from quantmint.pipeline.runs.planner import build_plan, find_entry
 from quantmint.pipeline.runs.search import stand_in
 from quantmint.pipeline.runs.session import open_setting, recipe_named

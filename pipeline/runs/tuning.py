@@ -17,7 +17,8 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import Host, cores
 from quantmint.pipeline.base.progress import Reporter
 from quantmint.pipeline.quantize.digest import file_digests, folder_digest
-from quantmint.pipeline.recipe.schema import Recipe, Serve
+from quantmint.pipeline.recipe.schema import Recipe
+from quantmint.pipeline.recipe.serving import Serve
 from quantmint.pipeline.runs.search import run_search
 from quantmint.pipeline.runs.serving import ServedModel, fetched, find_model, profile_for, target_for, vllm_for
 from quantmint.pipeline.runs.session import open_setting

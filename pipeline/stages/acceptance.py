@@ -16,7 +16,7 @@ from quantmint.eval.acceptance import AcceptancePairs, PromptDrafts, compare, pa
 from quantmint.eval.errors import MeasurementError
 from quantmint.pipeline.base.errors import InvalidMeasurementError
 from quantmint.pipeline.base.machine import versions
-from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.recipe.serving import Speculative
 from quantmint.pipeline.serving.running.counters import drafts_since, read_drafts
 from quantmint.pipeline.serving.running.server import RunningServer
 from quantmint.pipeline.stages.canary import tokenized

@@ -19,7 +19,7 @@ OUT, IN = 4096, 14336
     [
         ("ptpc_fp8", OUT * IN, OUT * 2, OUT * 2),
         ("fp8", OUT * IN, 2 + 2, 2 + 2),
-        ("fp8_block", OUT * IN, (OUT // 128) * (IN // 128) * 2, None),
+        ("fp8_block", OUT * IN, (OUT // 128) * (IN // 128) * 2, (OUT // 128) * (IN // 128) * 2),
         ("mxfp4", OUT * IN // 2, OUT * IN // 32, OUT * IN // 32),
         ("mxfp4_weight_only", OUT * IN // 2, OUT * IN // 32, OUT * IN // 32),
         ("mxfp4_fp8", OUT * IN // 2, None, OUT * IN // 32 + 2),

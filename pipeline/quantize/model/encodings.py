@@ -119,3 +119,12 @@ def _block_weights(tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, E
             )
         weights[name] = Encoded("fp8_block", (name + SCALE_SUFFIX,))
     return weights
+
+
+def is_bias_of_gptq(name: str, encoded: Mapping[str, Encoded]) -> bool:
+    """Return whether a tensor is the bias of a module in GPTQ's encoding or AWQ's.
+
+    Tools of GPTQ store zeros there for modules that have no bias by config.json, and vLLM passes over them.
+    """
+    module = name.removesuffix(".bias")
+    return module != name and f"{module}.qweight" in encoded

@@ -18,7 +18,7 @@ of experts that is not in the table is unclaimed: a recipe must exclude its tens
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -27,6 +27,7 @@ from quantmint.calibration.encodings import Encoded, plain_name
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import STACKS, is_interleaved
 from quantmint.pipeline.base.errors import UserError
+from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,3 +272,33 @@ def _is_turned(name: str, shape: Sequence[int], parameter: torch.Tensor, operati
             "config.json."
         )
     return tuple(shape) != straight or (bool(operations) and straight == turned)
+
+
+def single_name(stacks: Iterable[tuple[str, Any]], number: int, projection: str) -> str:
+    """Return a single expert's name inside the model; ``stacks`` may hold it, each with its parameter.
+
+    Experts of one list may be split among stacks, in their order (ERNIE's for text and then those for images). Raises
+    `UnknownLayoutError` where the stacks hold fewer experts.
+    """
+    for stack, parameter in stacks:
+        if parameter is not None and number < parameter.shape[0]:
+            return f"{stack.rpartition('.')[0]}.{number}.{projection}"
+        number -= 0 if parameter is None else parameter.shape[0]
+    raise UnknownLayoutError("it holds fewer experts than are stored")
+
+
+_WHOLE = frozenset({*SIXTEEN_BIT, "F32", "F8_E4M3", "I8"})  # dtypes whose elements are not packed
+_MX_GROUP = 32  # elements of a row that share an E8M0 scale
+
+
+def single_shape(tensors: Mapping[str, tuple[str, TensorInfo]], name: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return [out_features, in_features] of a single expert: ``shape``, unless its stored tensor says otherwise.
+
+    Experts of one list may have different widths (ERNIE's for text and for images).
+    """
+    info, scale = tensors[name][1], tensors.get(f"{plain_name(name)}_scale")
+    if info.dtype in _WHOLE and len(info.shape) == 2:
+        return info.shape[0], info.shape[1]
+    if scale is not None and scale[1].dtype == "U8" and len(scale[1].shape) == 2:
+        return info.shape[0], scale[1].shape[1] * _MX_GROUP
+    return shape

@@ -12,8 +12,9 @@ from quantmint.pipeline.base.errors import UserError, did_you_mean
 from quantmint.pipeline.base.schemes import scheme as scheme_row
 from quantmint.pipeline.quantize.formats.layout import Choice, most_frequent
 from quantmint.pipeline.quantize.model.encodings import DECODED
+from quantmint.pipeline.quantize.model.kinds import kind_of
 from quantmint.pipeline.quantize.model.stored import stored_schemes
-from quantmint.pipeline.quantize.model.structure import UNQUANTIZED, Structure, kind_of
+from quantmint.pipeline.quantize.model.structure import UNQUANTIZED, Structure
 from quantmint.pipeline.recipe.modules import assigned, is_excluded, matches, override_of
 from quantmint.pipeline.recipe.schema import AUTO, Quantization
 

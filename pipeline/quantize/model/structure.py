@@ -32,20 +32,29 @@ from quantmint.pipeline.base.errors import StoreError, UserError
 from quantmint.pipeline.base.machine import cache_folder, versions
 from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, TensorInfo, read_config
 from quantmint.pipeline.quantize.model.builder import decoder_prefix, meta_model, stored_tensors, towers
-from quantmint.pipeline.quantize.model.encodings import LEFTOVERS, input_rounding, quantized_by, source_encoding
+from quantmint.pipeline.quantize.model.completeness import missing_tensors, unexpected_tensors
+from quantmint.pipeline.quantize.model.encodings import (
+    LEFTOVERS,
+    input_rounding,
+    is_bias_of_gptq,
+    quantized_by,
+    source_encoding,
+)
 from quantmint.pipeline.quantize.model.experts import (
     UnknownLayoutError,
     WeightSource,
     biases_of,
     expert_shape,
-    missing_experts,
     part_of,
+    single_name,
+    single_shape,
     split,
     stacked_names,
     stacks_experts,
 )
 from quantmint.pipeline.quantize.model.imagination import imagined_tensors
-from quantmint.pipeline.quantize.model.loader import LoaderView, load_view
+from quantmint.pipeline.quantize.model.kinds import LoaderKinds
+from quantmint.pipeline.quantize.model.loader import load_view
 from quantmint.pipeline.quantize.model.roles import Predictor, routers
 from quantmint.pipeline.recipe.modules import declared_quantization, text_config
 from quantmint.pipeline.store.disk import sha256_of, write_atomic
@@ -221,9 +230,6 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
 OUTPUT_HEAD = "output head"
 UNQUANTIZED = "vLLM builds it without a quantization"
 """Reasons why a module stays in 16 bit."""
-_WHOLE = frozenset({*SIXTEEN_BIT, "F32", "F8_E4M3", "I8"})  # dtypes whose elements are not packed
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-MX_GROUP = 32  # elements of a row that share an E8M0 scale
 _KNOWN = (None, "fp8", "compressed-tensors", "quark", "modelopt", "awq", "gptq", "mxfp4")
 _EMBEDDING, _VECTOR, _TOWER = "embedding", "norm, bias or other vector", "outside the decoder"
 _CONVOLUTION = "convolution"
@@ -251,7 +257,7 @@ class _Reading:
         self._towers = towers(model, prefix, self._attention)
         self._routers = routers(self._owners, self._decoder)
         self._predictor = Predictor(model)
-        self._view: LoaderView | None = load_view(config)
+        self._kinds = LoaderKinds(load_view(config))
         self._encoding = source_encoding(config, tensors)
         self._encoded = self._encoding.weights
         self._dropped: list[str] = []
@@ -265,8 +271,6 @@ class _Reading:
         self._unclaimed: dict[str, str] = {}
         self._scales: list[str] = []
         self._unquantizable = 0
-        self._quantizable: dict[str, bool | None] = {}  # by a module's name without numbers
-        self._absorbed: dict[str, bool] = {}
         self._roots: set[str] = set()
         self._predictor_linear: dict[str, tuple[int, int]] = {}
         self._stored: dict[str, list[str]] = defaultdict(list)  # by parameter: the tensors that become (a part of) it
@@ -286,7 +290,9 @@ class _Reading:
                 self._require_shape(name, info.shape, owner, tuple(parameter.shape))
             if parameter_name in self._state and name.endswith(LEFTOVERS):
                 self._scales.append(name)
-            elif self._encoded and (name.endswith(LEFTOVERS) or self._is_needless_bias(name, parameter_name)):
+            elif self._encoded and (
+                name.endswith(LEFTOVERS) or (parameter_name not in self._state and is_bias_of_gptq(name, self._encoded))
+            ):
                 self._dropped.append(name)
                 continue
             self._classify(name, parameter_name, info, operations)
@@ -312,27 +318,19 @@ class _Reading:
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),
             predictor_linear=self._predictor_linear,
-            aliases=self._aliases(),
-            joined=self._joined(),
+            aliases=self._kinds.aliases((*self._linear, *self._kept)),
+            joined=self._kinds.joined(self._linear),
             walk_obstacle=walk_obstacle,
             text_obstacle=text_obstacle(self._model),
             unreached=tuple(self._unreached(owned, attention, skipped)),
             latent=text_config(self._config).get("kv_lora_rank") is not None,
             scales=tuple(self._scales),
             unquantizable=self._unquantizable,
-            absorbed=tuple(name for name in (*self._linear, *self._predictor_linear) if self._is_absorbed(name)),
+            absorbed=tuple(name for name in (*self._linear, *self._predictor_linear) if self._kinds.is_absorbed(name)),
             quantized_by=quantized_by(self._config),
             undecodable=self._encoding.obstacle,
             faults=tuple(self._contradictions()),
         )
-
-    def _is_needless_bias(self, name: str, parameter_name: str) -> bool:
-        """Return whether a tensor is the bias of an encoded module that has none by config.json.
-
-        Tools of GPTQ store zeros there, and vLLM passes over them.
-        """
-        module = name.removesuffix(".bias")
-        return module != name and f"{module}.qweight" in self._encoded and parameter_name not in self._state
 
     def _unreached(
         self, owned: Mapping[str, str], attention: Mapping[str, str], skipped: Sequence[str]
@@ -351,40 +349,14 @@ class _Reading:
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         method = (declared_quantization(self._config) or {}).get("quant_method")
         if method in _KNOWN:  # others call their weights by names of their own
-            yield from (*self._faults, *self._missing_tensors(), *self._unexpected_tensors())
+            yield from self._faults
+            yield from missing_tensors(self._model, self._stored, self._owners, lambda name: self._locate(name)[0])
+            yield from unexpected_tensors(self._model, self._stored, self._predictor, self._dropped)
 
     def _require_shape(self, name: str, shape: Sequence[int], owner: Any, expected: tuple[int, ...]) -> None:
         if tuple(shape) != expected and not stacks_experts(owner):
             message = f"it is {list(shape)}, config.json implies {list(expected)}"
             self._faults.append(("wrong shape", name, message))
-
-    def _missing_tensors(self) -> Iterator[tuple[str, str, str]]:
-        """Yield a fault for each tensor that transformers would save and that is not stored, under any name."""
-        implied = stored_tensors(self._model)
-        stored_names = {name for names in self._stored.values() for name in names}
-        stacks: set[str] = set()
-        for name in (name for name in implied if name not in stored_names):
-            # The rules are for names of releases: DeepSeek V4's would lead the model's own name astray.
-            parameter_name = name if name in self._state else self._locate(name)[0]
-            stored = self._stored.get(parameter_name, [])
-            if implied.keys().isdisjoint(stored) and stored:  # the same weights by other names
-                owner = self._owners.get(parameter_name.rpartition(".")[0])
-                if parameter_name not in stacks and owner is not None and stacks_experts(owner):
-                    stacks.add(parameter_name)
-                    # LongCat counts experts that compute nothing, and have a place in one of two stacks.
-                    experts = min(p.shape[0] for p in owner.parameters(recurse=False) if p.ndim == 3)
-                    missing = missing_experts(stored, parameter_name, owner, experts)
-                    yield from (("missing", each, "config.json implies it, it is not stored") for each in missing)
-            else:
-                yield "missing", name, f"config.json implies it, {list(implied[name][1])}; it is not stored"
-
-    def _unexpected_tensors(self) -> Iterator[tuple[str, str, str]]:
-        """Yield a fault for each tensor without an owning module, minus the family's known extras."""
-        for parameter_name, names in self._stored.items():
-            for name in names if parameter_name not in self._state else ():
-                known = self._predictor.root(name) is not None or self._predictor.is_ignored(name)
-                if not name.endswith(LEFTOVERS) and not known and name not in self._dropped:
-                    yield "undeclared", name, "it is stored, and no module of config.json has it"
 
     def _locate(self, name: str) -> tuple[str, tuple[Any, ...]]:
         """Return the parameter that a tensor belongs to, and the operations by which transformers rearranges it."""
@@ -431,7 +403,7 @@ class _Reading:
             # A tensor that becomes a part of the module's weight, or several of them, has rows of its own.
             rows = info.shape[0] if operations else owner.out_features
             self._matrix(module, inside, (rows, owner.in_features))
-        elif self._is_quantizable(module) is False:
+        elif self._kinds.is_quantizable(module) is False:
             self._keep(module, UNQUANTIZED, is_weight)
             self._unquantizable += parameter.numel()
         else:
@@ -470,7 +442,7 @@ class _Reading:
         else:
             parts = self._predicted_experts(name, info)
         for module, shape, source in parts:
-            if self._view is not None and self._view.quantizes(module):
+            if self._kinds.quantizes(module):
                 self._predictor_linear[module], self._weights[module] = shape, source
 
     def _predicted_experts(self, name: str, info: TensorInfo) -> list[tuple[str, tuple[int, int], WeightSource]]:
@@ -509,91 +481,22 @@ class _Reading:
                 ):
                     self._add(written, inside, shape, source)
             elif plain_name(name).endswith(".weight") and (part := part_of(module)) is not None:
-                inside = self._single(parameter_name, plain_name(name), *part)
-                self._matrix(module, inside, self._single_shape(name, info, shape))
+                inside = single_name(self._stacks_of(plain_name(name), parameter_name), *part)
+                self._matrix(module, inside, single_shape(self._tensors, name, shape))
         except UnknownLayoutError as error:
             self._unclaimed[name] = f"this stack of experts cannot be taken apart: {error}"
 
-    def _single(self, parameter_name: str, name: str, number: int, projection: str) -> str:
-        """Return a single expert's name inside the model; ``parameter_name`` is the first stack that may hold it.
-
-        Experts of one list may be split among stacks, in their order (ERNIE's for text and then those for images).
-        Raises `UnknownLayoutError` where the stacks hold fewer experts.
-        """
-        for stack in (parameter_name, *self._rename.targets(name)[1:]):
-            parameter = self._parameters.get(stack)
-            if parameter is not None and number < parameter.shape[0]:
-                return f"{stack.rpartition('.')[0]}.{number}.{projection}"
-            number -= 0 if parameter is None else parameter.shape[0]
-        raise UnknownLayoutError("it holds fewer experts than are stored")
-
-    def _single_shape(self, name: str, info: TensorInfo, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return [out_features, in_features] of a single expert: ``shape``, unless its stored tensor says otherwise.
-
-        Experts of one list may have different widths (ERNIE's for text and for images).
-        """
-        if info.dtype in _WHOLE and len(info.shape) == 2:
-            return info.shape[0], info.shape[1]
-        scale = self._tensors.get(f"{plain_name(name)}_scale")
-        if scale is not None and scale[1].dtype == "U8" and len(scale[1].shape) == 2:
-            return info.shape[0], scale[1].shape[1] * MX_GROUP
-        return shape
+    def _stacks_of(self, name: str, first: str) -> Iterator[tuple[str, Any]]:
+        """Yield the stacks that may hold a single expert, and their parameters: ``first``, and those that follow."""
+        yield first, self._parameters.get(first)
+        yield from ((stack, self._parameters.get(stack)) for stack in self._rename.targets(name)[1:])
 
     def _matrix(self, module: str, inside: str, shape: tuple[int, int]) -> None:
-        if self._is_quantizable(module) is False:
+        if self._kinds.is_quantizable(module) is False:
             self._kept[module] = UNQUANTIZED
             self._unquantizable += prod(shape)
         else:
             self._add(module, inside, shape, self._source(module))
-
-    def _is_quantizable(self, module: str) -> bool | None:
-        """Return whether vLLM asks for a quantization of a module; None where that is unknown.
-
-        Of modules whose names differ in numbers alone, the first decides.
-        """
-        kind = kind_of(module)
-        if kind not in self._quantizable:
-            self._quantizable[kind] = None if self._view is None else self._view.is_quantizable(module)
-        return self._quantizable[kind]
-
-    def _aliases(self) -> dict[str, tuple[str, ...]]:
-        """Return the names by which vLLM asks for modules, for those that it asks for under another name or under none.
-
-        A kind of module, by its name without numbers, is left out once one of its modules has its own name.
-        """
-        view, aliases = self._view, dict[str, tuple[str, ...]]()
-        plain: set[str] = set()  # kinds whose modules have no other names
-        for module in (*self._linear, *self._kept) if view is not None else ():
-            kind = kind_of(module)
-            if view is None or kind in plain:
-                continue
-            names = view.listed_names(module)
-            if names == (module,):
-                plain.add(kind)
-            else:
-                aliases[module] = names
-        return aliases
-
-    def _joined(self) -> dict[str, tuple[str, ...]]:
-        """Return the kinds of modules behind whose rows vLLM puts others, with the last names of all in the matrix.
-
-        Of each kind the first module decides.
-        """
-        view, joined, kinds = self._view, dict[str, tuple[str, ...]](), set[str]()
-        for module in self._linear if view is not None else ():
-            kind = kind_of(module)
-            if view is None or kind in kinds:
-                continue
-            kinds.add(kind)
-            if view.precedes(module):
-                joined[kind] = tuple(sorted({name.rpartition(".")[2] for name in view.fusion_group(module)}))
-        return joined
-
-    def _is_absorbed(self, module: str) -> bool:
-        kind = kind_of(module)
-        if kind not in self._absorbed:
-            self._absorbed[kind] = self._view is not None and self._view.absorbs(module)
-        return self._absorbed[kind]
 
     def _add(self, module: str, inside: str, shape: tuple[int, int], source: WeightSource) -> None:
         self._linear[module], self._weights[module], self._modules[module] = shape, source, inside
@@ -601,11 +504,6 @@ class _Reading:
     def _source(self, module: str) -> WeightSource:
         name = self._stored_as.get(f"{module}.weight", f"{module}.weight")
         return WeightSource(name, encoded=self._encoded.get(name))
-
-
-def kind_of(module: str) -> str:
-    """Return a module's name with * for each number in it."""
-    return _NUMBER.sub("*", module)
 
 
 def _embeds(owner: Any) -> bool:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from quantmint.pipeline.base import hardware as accelerators
-from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.recipe.serving import Speculative
 from quantmint.pipeline.serving.environment import Version, parse_version
 from quantmint.pipeline.serving.knobs.table import Fact, table, value_of
 from quantmint.pipeline.serving.model.facts import ModelFacts

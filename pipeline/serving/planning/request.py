@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.recipe.serving import Speculative
 from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.plan import ParallelLayout
 from quantmint.pipeline.serving.planning.target import Profile, ServingTarget

@@ -15,8 +15,8 @@ from quantmint.eval.report import markdown
 from quantmint.pipeline.publish.card import notice_text, release_title, render
 from quantmint.pipeline.publish.licences import terms
 from quantmint.pipeline.recipe.load import load_recipe
-from quantmint.pipeline.recipe.schema import Speculative
 from quantmint.pipeline.recipe.sections import Licence
+from quantmint.pipeline.recipe.serving import Speculative
 from quantmint.pipeline.serving.model.facts import model_facts
 from quantmint.pipeline.stages.card import launches
 from tests.eval.report import made as reports

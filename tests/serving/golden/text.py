@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.recipe.serving import Speculative
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, Reason, processes
 from quantmint.pipeline.serving.planning.planner import plan_serving

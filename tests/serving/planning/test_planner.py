@@ -13,7 +13,7 @@ from quantmint.pipeline.base.canonical import canonical_json
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import refusal
 from quantmint.pipeline.base.schemes import table as schemes
-from quantmint.pipeline.recipe.schema import Speculative
+from quantmint.pipeline.recipe.serving import Speculative
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
 from quantmint.pipeline.serving.plan import LaunchPlan, ParallelLayout, processes
 from quantmint.pipeline.serving.planning.attention import aiter_mla, attention_backend
