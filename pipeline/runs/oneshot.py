@@ -184,7 +184,7 @@ def look_ahead(job: QuantizationJob) -> Outlook:
     """
     setting = job.setting
     source, structure = model_for(setting, config_folder(setting.source))
-    refuse(check(setting.loaded, config=setting.config, linear=structure.linear, judged=False))
+    refuse(check(setting.loaded, config=setting.config, linear={**structure.linear, **structure.head}, judged=False))
     try:
         choice = select(structure, setting.recipe.quantization)
     except UserError as error:

@@ -409,3 +409,39 @@ def test_somebodys_data_beside_a_model_is_not_copied_with_it(quantmint: Quantmin
     names = {path.name for path in Path("out").iterdir()}
     assert "special_tokens_map.json" in names
     assert names.isdisjoint({"held-out.json", "notes.txt"})
+
+
+@pytest.mark.parametrize("rest", ["ptpc_fp8", "mxfp4"])
+def test_an_output_head_that_is_overridden_by_its_name_is_in_fp8(
+    quantmint: Quantmint, models: Callable[..., Path], rest: str
+) -> None:
+    """vLLM builds a head with a quantization in compressed-tensors' layout, and in no other."""
+    import torch
+    from safetensors.torch import load_file
+
+    def recipe(layout: str, scheme: str = "ptpc_fp8") -> None:
+        override = f"overrides: [{{modules: [lm_head], scheme: {scheme}}}]"
+        Path("head.yaml").write_text(
+            f"name: head\nsource: {{folder: {models('llama')}}}\nevaluation: {{suite: tiny, runtime: reference}}\n"
+            "target: {hardware: cpu, gpus: 1, workload: tiny, max_model_len: 512}\ngate: {throughput: {min_ratio: null}}\n"
+            f"quantization: {{scheme: {rest}, kv_cache: auto, format: {layout}, {override}}}\n"
+        )
+
+    recipe("compressed-tensors")
+    made = quantmint("run", "head.yaml", "--until", "inspect", "--device", "cpu")
+    assert made.code == 0, made.err
+    (config,) = Path("store/quantize").glob("*/**/config.json")
+    declared = json.loads(config.read_text())["quantization_config"]
+    assert [group["targets"] for group in declared["config_groups"].values() if "lm_head" in group["targets"]]
+    assert "lm_head" not in declared["ignore"]
+    stored = load_file(config.parent / "model.safetensors")
+    assert stored["lm_head.weight"].dtype == torch.float8_e4m3fn
+    assert stored["lm_head.weight_scale"].shape == (len(stored["lm_head.weight"]), 1)
+    for layout, scheme, said in (
+        ("quark", "ptpc_fp8", "found quark for lm_head in ptpc_fp8, expected compressed-tensors"),
+        ("compressed-tensors", "mxfp4", "found mxfp4 for lm_head, expected ptpc_fp8"),
+    ):
+        recipe(layout, scheme)
+        refused = quantmint("run", "head.yaml", "--until", "inspect", "--device", "cpu")
+        assert refused.code == 2
+        assert said in " ".join(refused.err.split())

@@ -29,8 +29,9 @@ class Choice:
     that stay in 16 bit, routers included, because vLLM must be told about each of them; ``kv_cache`` is whether static
     FP8 scales are stored for the attention modules, ``kv_per_head`` whether there is one for each KV head; ``prefixes``
     are what the names of a multi-token predictor's modules begin with, ``aliases`` the names by which vLLM asks for
-    modules, where they are not their own. ``predictor`` are the quantized modules of the predictor, and ``stored`` the
-    quantized modules whose bytes are those of the source, which has them in their scheme already.
+    modules, where they are not their own. ``predictor`` are the quantized modules of the predictor, ``stored`` the
+    quantized modules whose bytes are those of the source, which has them in their scheme already, and ``heads`` a
+    quantized output head, whose class is not that of linear layers in servers.
     """
 
     schemes: Mapping[str, str]
@@ -41,6 +42,7 @@ class Choice:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     predictor: frozenset[str] = frozenset()
     stored: frozenset[str] = frozenset()
+    heads: frozenset[str] = frozenset()
 
     def named(self, modules: Iterable[str]) -> list[str]:
         """Return the names of ``modules`` and all aliases by which vLLM asks for them, sorted."""
@@ -261,7 +263,7 @@ class CompressedTensors(Layout):
             weights, inputs = _declared(self.name, scheme)
             names = choice.named(module for module, chosen in choice.model_schemes.items() if chosen == scheme)
             if scheme == default and set(choice.model_schemes.values()) == {default}:
-                names = ["Linear"]
+                names = ["Linear", *choice.named(choice.heads)]
             predicted = [
                 f"re:(.*\\.)?{re.escape(prefix)}({'|'.join(kinds)})$" for prefix, kinds in choice.predicted(scheme)
             ]
@@ -269,7 +271,7 @@ class CompressedTensors(Layout):
                 "format": _table("layouts.yaml")[self.name]["schemes"][scheme]["format"],
                 "input_activations": inputs,
                 "output_activations": None,
-                "targets": ["Linear"] if len(schemes) == 1 else [*names, *predicted],
+                "targets": ["Linear", *choice.named(choice.heads)] if len(schemes) == 1 else [*names, *predicted],
                 "weights": weights,
             }
         strategy = "attn_head" if choice.kv_per_head else "tensor"

@@ -69,6 +69,9 @@ def _select(identity: _Identity, section: str) -> Choice:
         _require_match(pattern, everything, "exclude")
     for override in quantization.overrides:
         for pattern in override.modules:
+            if pattern in structure.head:
+                _require_head(pattern, override.scheme, quantization)
+                continue
             _refuse_kept(pattern, structure)
             _require_match(pattern, tuple(structure.linear), "overrides")
     absorbed = frozenset(structure.absorbed)
@@ -85,6 +88,9 @@ def _select(identity: _Identity, section: str) -> Choice:
         excluded = [module for module in structure.linear if module not in schemes]
         schemes |= stored_schemes(structure, excluded, quantization.format, "quantization.keep")
     _require_share(structure, quantization)
+    heads = {name: override.scheme for override in quantization.overrides for name in override.modules}
+    heads = {module: scheme for module, scheme in heads.items() if module in structure.head}
+    schemes |= heads
     predicted, predicted_stored = predictor_schemes(structure, quantization)
     _require_widths(structure, {**schemes, **predicted}, quantization)
     _require_blocks(structure, schemes, quantization)
@@ -92,7 +98,7 @@ def _select(identity: _Identity, section: str) -> Choice:
     _require_names(structure, schemes, stacks)
     _require_reached(structure, schemes, quantization)
     unquantized = (module for module in structure.linear.keys() - schemes.keys() if not module.startswith(stacks))
-    sixteen_bit = {*structure.kept, *_modules_of(structure.unclaimed), *unquantized}
+    sixteen_bit = {*structure.kept, *_modules_of(structure.unclaimed), *unquantized} - heads.keys()
     if predicted:
         unrounded = structure.predictor_linear.keys() - predicted.keys()
         sixteen_bit = (sixteen_bit - predicted.keys() - structure.predictor_stacks) | unrounded
@@ -104,7 +110,8 @@ def _select(identity: _Identity, section: str) -> Choice:
         prefixes=(*structure.predictor, *stacks),
         aliases=structure.aliases,
         predictor=frozenset(predicted),
-        stored=predicted_stored | (schemes.keys() - rounded),
+        stored=predicted_stored | (schemes.keys() - rounded - heads.keys()),
+        heads=frozenset(heads),
     )
 
 
@@ -268,7 +275,7 @@ def _require_blocks(structure: Structure, schemes: Mapping[str, str], quantizati
     if max(divisors.values()) == 1:
         return
     for module, scheme in schemes.items():
-        rows, group = structure.linear[module][0], structure.joined.get(kind_of(module), ())
+        rows, group = structure.quantizable[module][0], structure.joined.get(kind_of(module), ())
         if group and rows % divisors[scheme]:
             field = "scheme" if override_of(quantization, module) is None else "overrides"
             neighbours = " and ".join(last for last in group if last != module.rpartition(".")[2])
@@ -361,6 +368,26 @@ def _require_reached(structure: Structure, schemes: Mapping[str, str], quantizat
             f"quantization.kv_cache: found fp8 for {attention}, which needs the ranges of its keys and values, and "
             "calibration cannot measure them: the model does not run this module on text.",
             hint="Set `kv_cache: auto`.",
+        )
+
+
+def _require_head(head: str, scheme: str, quantization: Quantization) -> None:
+    """Raise `UserError` for an output head in a scheme, layout or engine in which vLLM would not load it.
+
+    vLLM 0.32 builds a head with a quantization in compressed-tensors' layout, by its name among the targets
+    (compressed_tensors.py, get_quant_method); Quark's leaves all heads in 16 bit (quark.py).
+    """
+    expected = {"format": "compressed-tensors", "engine": "stream"}
+    unfit = next((field for field, value in expected.items() if getattr(quantization, field) != value), None)
+    if scheme != "ptpc_fp8":
+        raise UserError(
+            f"quantization.overrides: found {scheme} for {head}, expected ptpc_fp8: the output head's scheme."
+        )
+    if unfit is not None:
+        raise UserError(
+            f"quantization.{unfit}: found {getattr(quantization, unfit)} for {head} in ptpc_fp8, expected "
+            f"{expected[unfit]}: in Quark's layout vLLM builds the output head in 16 bit.",
+            hint="Set `format: compressed-tensors`, or take the head out of `overrides`.",
         )
 
 

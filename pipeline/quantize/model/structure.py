@@ -73,7 +73,9 @@ class Structure:
     ``attention`` are the attention modules in the order of their layers; ``parameters`` counts all elements of the
     model. ``predictor`` are the prefixes of the tensors of a multi-token predictor, and ``predictor_linear`` its linear
     modules that vLLM builds with a quantization, with [out_features, in_features]: they are among ``kept`` too, a stack
-    of experts by the module that holds it, and stay in 16 bit unless the recipe's ``mtp`` says otherwise.
+    of experts by the module that holds it, and stay in 16 bit unless the recipe's ``mtp`` says otherwise. ``head`` is
+    the output head with [vocabulary, hidden], where it has a tensor of its own; it stays in 16 bit unless the recipe
+    overrides it by its name.
 
     ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
     quantized checkpoint. ``biases`` are the biases of single experts that are stacked, by module. ``encoded`` maps each
@@ -108,6 +110,7 @@ class Structure:
     unclaimed: Mapping[str, str] = field(default_factory=dict)
     predictor: tuple[str, ...] = ()
     predictor_linear: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
+    head: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     walk_obstacle: str | None = field(default=None, compare=False)
@@ -130,8 +133,8 @@ class Structure:
 
     @property
     def quantizable(self) -> Mapping[str, tuple[int, int]]:
-        """Return [out_features, in_features] of all modules that can have a scheme, a predictor's included."""
-        return {**self.linear, **self.predictor_linear}
+        """Return [out_features, in_features] of all modules that can have a scheme: predictor and head included."""
+        return {**self.linear, **self.predictor_linear, **self.head}
 
     @property
     def predictor_stacks(self) -> frozenset[str]:
@@ -273,6 +276,7 @@ class _Reading:
         self._unquantizable = 0
         self._roots: set[str] = set()
         self._predictor_linear: dict[str, tuple[int, int]] = {}
+        self._head_shape: dict[str, tuple[int, int]] = {}
         self._stored: dict[str, list[str]] = defaultdict(list)  # by parameter: the tensors that become (a part of) it
         self._faults: list[tuple[str, str, str]] = []
 
@@ -318,6 +322,7 @@ class _Reading:
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),
             predictor_linear=self._predictor_linear,
+            head=self._head_shape,
             aliases=self._kinds.aliases((*self._linear, *self._kept)),
             joined=self._kinds.joined(self._linear),
             walk_obstacle=walk_obstacle,
@@ -383,6 +388,9 @@ class _Reading:
         elif owner is self._head:
             if is_weight:
                 self._kept[module] = OUTPUT_HEAD
+                if owner.weight is not getattr(self._model.get_input_embeddings(), "weight", None):
+                    self._head_shape[module] = tuple(owner.weight.shape)
+                    self._weights[module], self._modules[module] = self._source(module), inside
         elif not parameter_name.startswith(self._decoder) or parameter_name.startswith(self._towers):
             self._keep(module, _TOWER, is_weight and parameter.ndim == 2 and not _embeds(owner))
         elif stacks_experts(owner):
