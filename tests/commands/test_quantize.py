@@ -423,7 +423,8 @@ def test_an_output_head_that_is_overridden_by_its_name_is_in_fp8(
         override = f"overrides: [{{modules: [lm_head], scheme: {scheme}}}]"
         Path("head.yaml").write_text(
             f"name: head\nsource: {{folder: {models('llama')}}}\nevaluation: {{suite: tiny, runtime: reference}}\n"
-            "target: {hardware: cpu, gpus: 1, workload: tiny, max_model_len: 512}\ngate: {throughput: {min_ratio: null}}\n"
+            "target: {hardware: cpu, gpus: 1, workload: tiny, max_model_len: 512}\n"
+            "gate: {throughput: {min_ratio: null}}\n"
             f"quantization: {{scheme: {rest}, kv_cache: auto, format: {layout}, {override}}}\n"
         )
 

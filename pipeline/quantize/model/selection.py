@@ -64,16 +64,7 @@ def _select(identity: _Identity, section: str) -> Choice:
     structure.require_whole("source")
     _require_claims(structure, quantization)
     _require_runnable(structure, quantization)
-    everything = [*structure.linear, *structure.kept, *structure.unclaimed, *_modules_of(structure.unclaimed)]
-    for pattern in quantization.exclude:
-        _require_match(pattern, everything, "exclude")
-    for override in quantization.overrides:
-        for pattern in override.modules:
-            if pattern in structure.head:
-                _require_head(pattern, override.scheme, quantization)
-                continue
-            _refuse_kept(pattern, structure)
-            _require_match(pattern, tuple(structure.linear), "overrides")
+    _require_patterns(structure, quantization)
     absorbed = frozenset(structure.absorbed)
     schemes = {
         module: scheme
@@ -88,8 +79,7 @@ def _select(identity: _Identity, section: str) -> Choice:
         excluded = [module for module in structure.linear if module not in schemes]
         schemes |= stored_schemes(structure, excluded, quantization.format, "quantization.keep")
     _require_share(structure, quantization)
-    heads = {name: override.scheme for override in quantization.overrides for name in override.modules}
-    heads = {module: scheme for module, scheme in heads.items() if module in structure.head}
+    heads = {head: scheme for head in structure.head if (scheme := _named_scheme(head, quantization)) is not None}
     schemes |= heads
     predicted, predicted_stored = predictor_schemes(structure, quantization)
     _require_widths(structure, {**schemes, **predicted}, quantization)
@@ -113,6 +103,25 @@ def _select(identity: _Identity, section: str) -> Choice:
         stored=predicted_stored | (schemes.keys() - rounded - heads.keys()),
         heads=frozenset(heads),
     )
+
+
+def _require_patterns(structure: Structure, quantization: Quantization) -> None:
+    """Raise `UserError` for a pattern of the recipe that means no module, or one that stays in 16 bit."""
+    everything = [*structure.linear, *structure.kept, *structure.unclaimed, *_modules_of(structure.unclaimed)]
+    for pattern in quantization.exclude:
+        _require_match(pattern, everything, "exclude")
+    for override in quantization.overrides:
+        for pattern in override.modules:
+            if pattern in structure.head:
+                _require_head(pattern, override.scheme, quantization)
+            else:
+                _refuse_kept(pattern, structure)
+                _require_match(pattern, tuple(structure.linear), "overrides")
+
+
+def _named_scheme(head: str, quantization: Quantization) -> str | None:
+    """Return the scheme of the first override that names the output head itself; None without one."""
+    return next((override.scheme for override in quantization.overrides if head in override.modules), None)
 
 
 def predictor_schemes(structure: Structure, quantization: Quantization) -> tuple[dict[str, str], frozenset[str]]:
