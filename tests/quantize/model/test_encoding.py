@@ -45,13 +45,15 @@ def test_fp8_weights_have_their_scales(
     assert structure.quantized_by is None
     assert structure.linear == plain.linear
     assert structure.attention == plain.attention
-    assert structure.weights == {
+    weights = {module: source for module, source in structure.weights.items() if module not in structure.head}
+    assert weights == {
         module: WeightSource(f"{module}.weight", encoded=Encoded("fp8_block", (f"{module}.weight_scale_inv",)))
-        for module in structure.quantizable
+        for module in (*structure.linear, *structure.predictor_linear)
     }
+    assert list(structure.head) == ["lm_head"]
     ahead = f"{PREDICTOR}.mlp.experts.3.up_proj.weight"
     assert structure.encoded[ahead].scales == (f"{ahead}_scale_inv",)
-    assert {source.tensor for source in structure.weights.values()} == set(structure.encoded)
+    assert {source.tensor for source in weights.values()} == set(structure.encoded)
 
 
 def test_a_predictors_projections_are_kept_and_nothing_else_of_it(

@@ -108,7 +108,9 @@ def test_what_was_taken_apart_is_recognised(
     apart = structure_of(rewritten(folder, unstack))
     assert apart == structure
     assert apart.modules == structure.modules
-    assert apart.weights == {module: WeightSource(f"{module}.weight") for module in structure.linear}
+    assert apart.weights == {
+        module: WeightSource(f"{module}.weight") for module in (*structure.linear, *structure.head)
+    }
 
 
 @pytest.mark.parametrize("name", ["llama4-text", "llama4", "qwen3-vl-moe"])
