@@ -64,7 +64,7 @@ def names_on_disk(source: Checkpoint, structure: Structure, *, trust_remote_code
     tensors = {rename(name)[0]: name for name in source.tensors}
     modules = {model_name.removesuffix(".weight"): name.removesuffix(".weight") for model_name, name in tensors.items()}
     model_name = {inside: module for module, inside in structure.modules.items()}
-    quantized = {weight.tensor for weight in structure.weights.values()}
+    quantized = {weight.tensor for module, weight in structure.weights.items() if module not in structure.head}
     return Names({**modules, **model_name}, {inside: name for inside, name in tensors.items() if name not in quantized})
 
 
