@@ -23,6 +23,18 @@ Rounding = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOutRows:
+    """Rows that are in no sum: ``inputs`` X [n, I], and ``gaps`` [n, I] or [n, O] as `InputStatistics` has them."""
+
+    inputs: torch.Tensor
+    gaps: torch.Tensor
+
+    def to(self, device: str) -> HeldOutRows:
+        """Return a copy whose tensors lie on ``device``."""
+        return HeldOutRows(self.inputs.to(device), self.gaps.to(device))
+
+
+@dataclass(frozen=True, slots=True)
 class InputStatistics:
     """Statistics of the common input of linear ``modules``: ``hessian`` X^T X, float32 [I, I], over ``tokens`` rows.
 
@@ -31,6 +43,7 @@ class InputStatistics:
     and R are the hidden states of the reference and of the served model before the module adds to them. The rows of
     such a module, in ``hessian`` too, are divided by the size of the reference model's hidden states after it, as the
     next norm does. ``pooled``: the Hessian is that of all experts of the layer, because few tokens reach this expert.
+    ``held_out`` are rows of further tokens, which are in none of the sums; `add_held_out` adds them.
     """
 
     modules: tuple[str, ...]
@@ -39,6 +52,7 @@ class InputStatistics:
     input_gap: torch.Tensor | None = None
     output_gap: torch.Tensor | None = None
     pooled: bool = False
+    held_out: tuple[HeldOutRows, ...] = ()
 
     @property
     def has_reference(self) -> bool:
@@ -56,11 +70,34 @@ class InputStatistics:
         assert self.output_gap is not None, "statistics without a reference model"  # noqa: S101 - see `has_reference`
         return self.output_gap
 
+    def held_out_inputs(self) -> torch.Tensor:
+        """Return the held-out rows X, float32 [n, I]; n may be 0."""
+        rows = [part.inputs.float() for part in self.held_out]
+        return torch.cat(rows) if rows else self.hessian.new_empty(0, len(self.hessian))
+
+    def held_out_errors(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return T - X W^T of the held-out rows, float32 [n, O], as `cross_term` has it; n may be 0."""
+        if not self.held_out:
+            return self.hessian.new_empty(0, len(weight))
+        gaps = torch.cat([part.gaps.float() for part in self.held_out])
+        return gaps if self.input_gap is None else gaps @ weight.float().t()
+
+    def add_held_out(self) -> InputStatistics:
+        """Return the statistics with the held-out rows in the Hessian, in place, and no longer in `held_out`.
+
+        The cross term stays that of the other rows.
+        """
+        for part in self.held_out:
+            _add_product(self.hessian, part.inputs, part.inputs)
+        return replace(self, held_out=())
+
     def to(self, device: str) -> InputStatistics:
         """Return a copy whose tensors lie on ``device``."""
         gaps = (None if gap is None else gap.to(device) for gap in (self.input_gap, self.output_gap))
         input_gap, output_gap = gaps
-        return replace(self, hessian=self.hessian.to(device), input_gap=input_gap, output_gap=output_gap)
+        held_out = tuple(part.to(device) for part in self.held_out)
+        hessian = self.hessian.to(device)
+        return replace(self, hessian=hessian, input_gap=input_gap, output_gap=output_gap, held_out=held_out)
 
     def plus(self, addend: InputStatistics) -> InputStatistics:
         """Return the sum with statistics of the same modules on more tokens; tensors of ``self`` change in place."""
@@ -72,7 +109,7 @@ class InputStatistics:
         for total, tensor in pairs:
             if total is not None and tensor is not None:
                 total.add_(tensor)
-        return replace(self, tokens=self.tokens + addend.tokens)
+        return replace(self, tokens=self.tokens + addend.tokens, held_out=self.held_out + addend.held_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +180,19 @@ class StatisticsCollector:
     """Sum the input statistics of the modules of one step over batches; an input that several modules read counts once.
 
     Each batch runs through the reference model (`reference_run`), where there is one, then through the served model
-    (`served_run`), and ends with `end_batch`.
+    (`served_run`), and ends with `end_batch`. Of modules that are compared with a reference model, rows that
+    ``held_out(batch)`` numbers are kept apart from the sums.
     """
 
-    def __init__(self, trace: LayerTrace, modules: Sequence[str], cached: TensorCache) -> None:
+    def __init__(
+        self,
+        trace: LayerTrace,
+        modules: Sequence[str],
+        cached: TensorCache,
+        held_out: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         self._trace, self._modules, self._cache = trace, frozenset(modules), cached
+        self._held_out, self._batch = held_out, 0
         self._statistics: dict[str, InputStatistics] = {}  # by the first module that an input meets
         self._first: dict[str, str] = {}  # that module, by each module of the input
         self._last: tuple[Any, Rounding, torch.Tensor, str] | None = None
@@ -206,7 +251,7 @@ class StatisticsCollector:
         ``hidden`` are the hidden states that enter the layer. The forward, and with it the block, ends at the step's
         last module; without modules the layer runs to its end.
         """
-        self._hidden = hidden
+        self._hidden, self._batch = hidden, batch
         stop = EarlyStop(self._awaited())
 
         def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,20 +320,31 @@ class StatisticsCollector:
             elif original is not None:
                 statistics = replace(statistics, input_gap=square.clone())
         dtype = _product_dtype(rows.dtype, rows.device)
-        inputs = rows.to(dtype)
+        inputs, apart = rows.to(dtype), tuple[HeldOutRows, ...]()
         if statistics.output_gap is not None and states is not None and self._hidden is not None:
             before, by_module, after = states
             weight = after.float().square().mean(-1, keepdim=True).rsqrt()
             weight = weight.masked_fill(weight.isinf(), 0.0).to(dtype)  # a padding token's embedding may be zero
             hidden = self._hidden.reshape(-1, self._hidden.shape[-1])
             lost = (before.to(dtype) - hidden.to(dtype)).add_(by_module.to(dtype) - module.forward(rows).to(dtype))
-            inputs = inputs * weight
-            _add_product(statistics.output_gap, inputs, lost.mul_(weight))
+            inputs, apart = self._apart(inputs * weight, lost.mul_(weight))
+            _add_product(statistics.output_gap, inputs, lost)
         # Tokens that another expert gets in the reference model have no counterpart here.
         elif statistics.input_gap is not None and original is not None and original.shape == rows.shape:
-            _add_product(statistics.input_gap, inputs, original.to(dtype) - inputs)
+            lost = original.to(dtype) - inputs
+            inputs, apart = self._apart(inputs, lost)
+            _add_product(statistics.input_gap, inputs, lost)
         _add_upper(statistics.hessian, inputs)
-        self._statistics[name] = replace(statistics, tokens=statistics.tokens + len(rows))
+        self._statistics[name] = replace(
+            statistics, tokens=statistics.tokens + len(rows), held_out=statistics.held_out + apart
+        )
+
+    def _apart(self, inputs: torch.Tensor, gaps: torch.Tensor) -> tuple[torch.Tensor, tuple[HeldOutRows, ...]]:
+        """Return ``inputs`` with zeros in the place of the batch's held-out rows, and these rows."""
+        if self._held_out is None:
+            return inputs, ()
+        numbers = self._held_out(self._batch).to(inputs.device)
+        return inputs.index_fill(0, numbers, 0.0), (HeldOutRows(inputs[numbers], gaps[numbers]),)
 
     def end_batch(self) -> None:
         """Free the tensors of the batch."""

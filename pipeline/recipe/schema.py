@@ -106,8 +106,8 @@ class Gptq(Section):
     activation_order: bool = True
     """Round the columns with the largest activations first; costs nothing when served."""
     compensation: float | None = Field(default=None, ge=0, le=1)
-    """Share of the error of rounded inputs and earlier layers, measured against the 16-bit model, that the weights
-    compensate (engine stream; null: 0.5)."""
+    """Largest share of the error of rounded inputs and earlier layers, measured against the 16-bit model, that the
+    weights compensate; held-out tokens may support less (engine stream; null: 0.5)."""
     scaling: bool | None = None
     """Move scales of activation channels into the weights where that reduces the error, as AWQ does (engine stream;
     null: for schemes with 4-bit activations)."""

@@ -37,6 +37,7 @@ from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, Gp
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes
 from quantmint.pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
+from quantmint.pipeline.quantize.inspection.numbers import Error
 from quantmint.pipeline.quantize.model.loader import load_view
 from quantmint.pipeline.quantize.model.selection import ABSORBED_BITS, select
 from quantmint.pipeline.quantize.model.structure import Structure
@@ -141,9 +142,11 @@ class QuantizeStage(Stage):
         scales = _ranges(job, choice)
         latent = _proven_latent(job) if structure.latent and quantization.kv_cache == "fp8" else None
         gained: Mapping[str, object] = {}
+        outputs: Mapping[str, float] = {}
         if quantization.algorithm != "none":
             rounded, gained = _rounded(job, source, structure, choice, plans, scales)
             plans, scales = rounded.plans, {**scales, **rounded.ranges}
+            outputs = {name: gain.output_db for name, gain in rounded.gains.items() if gain.output_db is not None}
         with job.progress.bar(sum(plan.read_bytes for plan in plans), "B") as advance:
             written = write_checkpoint(
                 CheckpointPlan(
@@ -163,11 +166,7 @@ class QuantizeStage(Stage):
             )
         if spread is not None:
             spread.release()  # what follows may want the GPUs of this machine
-        errors = {  # signal to noise in dB of the rows that were compared on the way
-            module: {"sqnr_db": error.sqnr_db if math.isfinite(error.sqnr_db) else None, "compared": error.count}
-            for module, error in sorted(written.errors.items())
-        }
-        write_json(job.path / ERRORS, errors)
+        write_json(job.path / ERRORS, _errors(written.errors, outputs))
         (job.path / _MANIFEST).unlink()
         shutil.rmtree(job.path / _WORK, ignore_errors=True)
         size = sum(shard.size for shard in written.shards)
@@ -187,6 +186,21 @@ class QuantizeStage(Stage):
         )
 
 
+def _errors(errors: Mapping[str, Error], outputs: Mapping[str, float]) -> dict[str, dict[str, float | None]]:
+    """Return for each module the SQNR in dB of the rows that were compared on the way, None for no noise, as JSON.
+
+    With it the number of compared elements, and of the modules in ``outputs`` the SQNR of their outputs.
+    """
+    return {
+        module: {
+            "sqnr_db": error.sqnr_db if math.isfinite(error.sqnr_db) else None,
+            "compared": error.count,
+            **({"output_db": outputs[module]} if module in outputs else {}),
+        }
+        for module, error in sorted(errors.items())
+    }
+
+
 def _revisions(quantization: Quantization, config: Mapping[str, Any]) -> dict[str, str]:
     """Return facts for the fingerprint where this version writes other bytes than earlier ones with the same settings.
 
@@ -199,6 +213,8 @@ def _revisions(quantization: Quantization, config: Mapping[str, Any]) -> dict[st
             facts["experts"] = "gptq"
         if kind in _DROPOUTS:
             facts["dropouts"] = "passed"
+        if quantization.parameters["compensation"]:  # it once knew neither bound nor held-out tokens
+            facts["compensation"] = "bounded"
     if kind == "phi4_multimodal":  # its encoders, which lie inside the decoder, were once quantized
         facts["towers"] = "16 bit"
     if _absorbs_narrow(quantization, config):  # what vLLM absorbs was once quantized to any scheme
@@ -281,6 +297,10 @@ def _rounded(
         if names:
             others_note = f" and {len(names) - 1} more" if len(names) > 1 else ""
             job.progress.warn(f"{what}: {names[0]}{others_note}")
+    compared = [gain.compensation for gain in rounded.gains.values() if gain.compensation is not None]
+    plain = compared.count(0.0)
+    if plain:
+        job.progress.say(f"{plain} of {len(compared)} modules are not compensated: held-out tokens gain nothing by it")
     if rounded.ranges:
         write_json(job.path / CHANGED, {name: float(largest) for name, largest in sorted(rounded.ranges.items())})
     return rounded, {
@@ -288,6 +308,7 @@ def _rounded(
             "modules": len(rounded.gains),
             "to_nearest": len(to_nearest),
             "cost": round(sums[0] / sums[1], 4) if sums[1] else None,
+            **({"compared": len(compared), "plain_targets": plain} if compared else {}),
         }
     }
 
@@ -388,13 +409,13 @@ class InspectStage(Stage):
         tensor_bytes = job.inputs["quantize"].record.result["tensor_bytes"]
         calibrated = "calibrate" in job.inputs
         scales = _expected_scales(job, checkpoint, source, structure) if calibrated else {}
-        proven = _proven(job.inputs["quantize"])
+        proven, outputs = _proven(job.inputs["quantize"]), _output_errors(job.inputs["quantize"])
         with job.progress.bar(checkpoint.nbytes, "B") as advance:
             inspection = inspect_checkpoint(
                 checkpoint,
                 structure,
                 source=source,
-                expected=Expectations(scales, tensor_bytes if isinstance(tensor_bytes, int) else None, proven),
+                expected=Expectations(scales, tensor_bytes if isinstance(tensor_bytes, int) else None, proven, outputs),
                 # What is proven is a few rows of each tensor; a GPU would take longer to wake up.
                 device="cpu" if proven is not None else resolve_devices(job.setting.device)[0],
                 advance=advance,
@@ -419,6 +440,13 @@ def _proven(entry: Entry) -> Mapping[str, float] | None:
         return None
     decibels = {module: error["sqnr_db"] for module, error in read_json(path).items()}
     return {module: math.inf if sqnr is None else sqnr for module, sqnr in decibels.items()}  # there was no noise
+
+
+def _output_errors(entry: Entry) -> Mapping[str, float]:
+    """Return the SQNR in dB of the outputs of each compensated module; see `Gain.output_db`."""
+    path = entry.path / ERRORS
+    errors = read_json(path) if path.is_file() else {}
+    return {module: error["output_db"] for module, error in errors.items() if "output_db" in error}
 
 
 def reasons_of(entry: Entry) -> tuple[str, ...]:

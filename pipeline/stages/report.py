@@ -26,6 +26,7 @@ from quantmint.pipeline.quantize.inspection.inspect import kv_scales, layer_erro
 from quantmint.pipeline.quantize.model.encodings import source_encoding
 from quantmint.pipeline.quantize.model.outcomes import outcome_note
 from quantmint.pipeline.quantize.model.selection import select
+from quantmint.pipeline.recipe.schema import Quantization
 from quantmint.pipeline.stages.advice import advise
 from quantmint.pipeline.stages.chat import measured_tasks
 from quantmint.pipeline.stages.estimate import Estimate
@@ -105,7 +106,7 @@ def gather(job: Job) -> Report:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=[
             *_notes(measured.candidate),
-            *filter(None, [_outcome(source, inspection["layers"])]),
+            *filter(None, [_outcome(source, inspection["layers"]), _compensation(inputs["quantize"], quantization)]),
             *_choice(job, gate, measured.stopped),
         ],
         stopped=measured.stopped,
@@ -133,6 +134,17 @@ def _outcome(source: Checkpoint, layers: Sequence[Mapping[str, Any]]) -> str | N
     """Return a sentence on a source that is quantized already, from the ``layers`` of an inspection."""
     encoded = source_encoding(source.config, source.tensors).weights
     return outcome_note(encoded, [layer["sqnr_db"] for layer in layers])
+
+
+def _compensation(quantize: Entry, quantization: Quantization) -> str | None:
+    """Return a sentence on how many modules compensate, None where none was compared with a reference model."""
+    facts: Any = quantize.record.result.get(quantization.algorithm) or {}
+    if "compared" not in facts:
+        return None
+    return (
+        f"Of {facts['compared']} modules that were compared with the 16-bit model on calibration texts, "
+        f"{facts['plain_targets']} kept their plain target: tokens that were held out gained nothing by compensation."
+    )
 
 
 def _notes(server: Server) -> list[str]:

@@ -134,6 +134,12 @@ def test_what_gptq_made_of_dropouts_before_is_made_again(opened: Open, name: str
         assert "dropouts" not in settings_of(setting)
 
 
+def test_what_gptq_compensated_without_a_bound_is_made_again(opened: Open) -> None:
+    assert settings_of(opened("mxfp4", "stream", "algorithm: gptq"))["compensation"] == "bounded"
+    for other in (("stream", "algorithm: gptq, gptq: {compensation: 0}"), ("llmcompressor", "algorithm: gptq")):
+        assert "compensation" not in settings_of(opened("mxfp4", *other))
+
+
 def test_encoders_that_were_once_quantized_are_made_again(opened: Open) -> None:
     setting = replace(opened("ptpc_fp8", "stream"), config=configuration("phi4_multimodal").to_dict())
     assert settings_of(setting)["towers"] == "16 bit"

@@ -2,44 +2,87 @@
 
 The reference model's inputs were not rounded and saw no layer that was (GPTAQ, arXiv 2504.02692); its hidden states
 differ by what the layers before lost (QEP, arXiv 2504.09629).
+
+A weight moves as far as tokens gain by it that it was not fitted to, which for narrow texts may be not at all. It moves
+no further than an inspection accepts: inputs of low rank would let least squares change it at will.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.quantize.gptq.solver import in_tf32
-from quantmint.pipeline.quantize.gptq.weights import InputGroup
+from quantmint.pipeline.quantize.gptq.weights import InputGroup, Member
 
 _RIDGE = 0.5
+_LEAST_ROWS = 32
+"""Held-out rows that are too few to judge by where they are fewer."""
 
 
-def compensate(group: InputGroup, strength: float) -> InputGroup:
-    """Return the group with targets that compensate a share ``strength`` of its error against the reference model.
+def compensate(group: InputGroup, strength: float, reach: Callable[[Member], float]) -> InputGroup:
+    """Return the group with targets that compensate a share of its error against the reference model.
 
-    Scales are made from the targets then. A group without a reference model, as of experts, is returned unchanged.
+    That is the share with which the products of held-out rows are nearest to those of the reference model, at most
+    ``strength``. A weight without such a share is its own target. A row of a target differs from the weight's by
+    ``reach(member)`` times the row's norm at most. Scales are made from the targets then. A group without a reference
+    model, as of experts, is returned unchanged.
     """
-    if not group.statistics.has_reference:
+    statistics = group.statistics
+    if not statistics.has_reference:
         return group
-    stacked = torch.cat(group.weights)
+    rows = list(map(len, group.weights))
+    stacked, probe = torch.cat(group.weights).float(), statistics.held_out_inputs()
     with in_tf32():
-        cross = group.statistics.cross_term(stacked)
-    targets = compensated(stacked, group.statistics.hessian, cross, strength).to(stacked.dtype)
-    return replace(group, targets=torch.split(targets, list(map(len, group.weights))))
+        change = least_squares_change(statistics.hessian, statistics.cross_term(stacked))
+        shares = supported_shares(probe @ change.t(), statistics.held_out_errors(stacked), rows, strength)
+    pieces = zip(
+        group.members, group.weights, torch.split(stacked, rows), torch.split(change, rows), shares, strict=True
+    )
+    targets = tuple(
+        moved(source, piece, share, reach(member)).to(weight.dtype) if share else weight
+        for member, weight, source, piece, share in pieces
+    )
+    return replace(
+        group,
+        statistics=statistics.add_held_out(),
+        targets=targets if any(shares) else None,
+        compensation=tuple(shares),
+        probe=probe,
+    )
 
 
-def compensated(weight: torch.Tensor, hessian: torch.Tensor, cross: torch.Tensor, strength: float) -> torch.Tensor:
-    """Return a weight, float32 [O, I], that compensates a share ``strength`` of the error of its products.
+def least_squares_change(hessian: torch.Tensor, cross: torch.Tensor) -> torch.Tensor:
+    """Return the change D of a weight, float32 [O, I], that minimises |X D^T - E|^2 + r |D|^2.
 
-    With inputs X, ``hessian`` is X^T X, and ``cross`` X^T E, float32 [I, O], of the error E. The result is W +
-    ``strength`` D, where D minimises |X D^T - E|^2 + r |D|^2. r is half of the mean diagonal, and all of D would be too
-    much: other texts lose otherwise. The weight itself is returned where the regularised Hessian cannot be decomposed.
+    With inputs X, ``hessian`` is X^T X, and ``cross`` X^T E, float32 [I, O], of the error E; r is half the mean
+    diagonal. The change is zero where the regularised Hessian cannot be decomposed.
     """
-    source = weight.float()
     matrix = hessian.clone()
     matrix.diagonal().add_(_RIDGE * matrix.diagonal().mean())
     lower, info = torch.linalg.cholesky_ex(matrix)
     if int(info) or not bool(lower.isfinite().all()):
-        return source
-    return source + strength * torch.cholesky_solve(cross, lower).t()
+        return torch.zeros_like(cross).t()
+    return torch.cholesky_solve(cross, lower).t()
+
+
+def supported_shares(products: torch.Tensor, errors: torch.Tensor, rows: Sequence[int], most: float) -> list[float]:
+    """Return, for each weight of a group, the share s of its change, from 0 to ``most``, with the least |s P - E|^2.
+
+    P are the ``products`` of held-out inputs with the change, and E the ``errors`` that it shall compensate, float32
+    [n, O]; ``rows`` are the numbers of columns of each weight. Fewer than `_LEAST_ROWS` rows support nothing.
+    """
+    if len(products) < _LEAST_ROWS:
+        return [0.0] * len(rows)
+    pairs = zip(torch.split(products, list(rows), 1), torch.split(errors, list(rows), 1), strict=True)
+    shares = torch.stack([(product * error).sum() / product.square().sum() for product, error in pairs])
+    supported: list[float] = shares.nan_to_num(0.0, 0.0, 0.0).clamp(0.0, most).tolist()
+    return supported
+
+
+def moved(weight: torch.Tensor, change: torch.Tensor, share: float, reach: float) -> torch.Tensor:
+    """Return a weight, float32 [O, I], plus a share of its change; a row moves by ``reach`` times its norm at most."""
+    tiny = torch.finfo(change.dtype).tiny
+    limits = reach * weight.norm(dim=1, keepdim=True) / change.norm(dim=1, keepdim=True).clamp_min(tiny)
+    return torch.addcmul(weight, change, limits.clamp_max(share))

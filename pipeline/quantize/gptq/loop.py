@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 
 from quantmint.calibration.layers import PARTS
 from quantmint.calibration.lazy import torch
@@ -24,13 +25,15 @@ from quantmint.calibration.room import (
     need_of,
     require_rounding_room,
 )
+from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.gptq.compensation import compensate
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult
 from quantmint.pipeline.quantize.gptq.results import LayerResult, layers_folder, read_result
 from quantmint.pipeline.quantize.gptq.runner import GptqRunner
 from quantmint.pipeline.quantize.gptq.scaling import ChannelScaling
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes, solve
-from quantmint.pipeline.quantize.gptq.weights import ModelWeights, ServedInputs
+from quantmint.pipeline.quantize.gptq.weights import Member, ModelWeights, ServedInputs
+from quantmint.pipeline.quantize.inspection.numbers import altered_floor_db
 
 _STATES = "layers"  # hidden states that an interrupted run is gone on with
 
@@ -56,6 +59,7 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
         if settings.scaling:
             scaling = ChannelScaling(replicas[0], weights, inputs, request.choice, request.batches[0])
         states = activations_for(devices, need, host_bytes(request.activation_bytes), request.work / _STATES)
+        reach = partial(_reach, request.choice)
         samples = sum(batch.shape[0] for batch in request.batches)
         with (
             torch.inference_mode(),
@@ -78,7 +82,7 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
                 result = LayerResult()
                 for step in runner.steps(layer):
                     statistics = runner.collect(step)
-                    groups = [compensate(group, settings.compensation) for group in weights.groups(statistics)]
+                    groups = [compensate(group, settings.compensation, reach) for group in weights.groups(statistics)]
                     solutions = solve(groups, settings, list(dict.fromkeys(devices)))
                     runner.apply(step, (solution.served() for solution in solutions))
                     result.add(solutions)
@@ -106,6 +110,14 @@ def _scale(
     roundings = inputs.roundings(weights, name)
     runner.roundings.linear.update(roundings.linear)
     runner.roundings.experts.update(roundings.experts)  # of the same widths as before
+
+
+def _reach(choice: Choice, member: Member) -> float:
+    """Return how far compensation may move a row of a member, as a share of its norm: half of what inspection accepts.
+
+    The other half is for rounding.
+    """
+    return 0.5 * 10 ** (-altered_floor_db(choice.schemes[member.step.name]) / 20)
 
 
 def _replicas(request: GptqRequest, devices: Sequence[str]) -> list[Replica]:

@@ -21,8 +21,8 @@ class GptqSettings:
     """The parameters of GPTQ in a recipe.
 
     ``dampening`` is the share of a Hessian's mean diagonal that is added to it. ``activation_order`` rounds columns
-    with large inputs first. ``compensation`` is the share of the error against the 16-bit reference model that weights
-    compensate; at 0 no reference model runs. ``scaling`` scales channels before rounding.
+    with large inputs first. ``compensation`` is the largest share of the error against the 16-bit reference model
+    that weights compensate; at 0 no reference model runs. ``scaling`` scales channels before rounding.
     """
 
     dampening: float = 0.01
@@ -74,7 +74,10 @@ class Gain:
     """The gain of GPTQ on one module: tr((W-Q) H (W-Q)^T) ``before``, by round-to-nearest, and ``after``, as stored.
 
     ``tokens`` entered the module. ``fault`` says why it was rounded to the nearest, None where it was not. ``pooled``:
-    H is that of all experts of its layer, because its own tokens were fewer than its inputs.
+    H is that of all experts of its layer, because its own tokens were fewer than its inputs. ``compensation`` is the
+    share of the error against the reference model that the target compensates: 0 where held-out tokens gain nothing by
+    it, None without a reference model. ``output_db`` is, for a compensated module, the signal-to-noise ratio in dB of
+    the stored weight's products against the target's, on held-out tokens.
     """
 
     before: float
@@ -82,6 +85,8 @@ class Gain:
     tokens: int
     fault: str | None
     pooled: bool = False
+    compensation: float | None = None
+    output_db: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

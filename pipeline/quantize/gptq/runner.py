@@ -40,6 +40,8 @@ _SEQUENCES = 16  # that its rows are taken from
 EXPERT_SUMS = 6 << 30
 """Bytes of the Hessians that a step of experts sums on a device; a GPU with ample room sums up to four times as many,
 since every step runs the layer again."""
+_HELD_OUT = 1024  # tokens, whose rows are kept one by one
+_HELD_OUT_SHARE = 8  # one of so many tokens at most
 _STACK = 1 << 30  # bytes in float32 of the Hessians, or of the weights, that a GPU rounds side by side
 
 
@@ -167,6 +169,7 @@ class GptqRunner(LayerRunner):
         facts = [facts, sorted(replicas[0].owned.items()), {"parts": PARTS}]
         super().__init__(replicas, batches, activations, facts, advance)
         self.roundings, self._reference = roundings, reference
+        self._held_out = held_out_rows(batches)
         self._traces: dict[tuple[str, ...], tuple[str, LayerTrace]] = {}
         self._lock = threading.Lock()
         self._state: _LayerState
@@ -343,7 +346,9 @@ class GptqRunner(LayerRunner):
 
         In the layer's last linear step the reference model runs the whole layer, and its states are set aside.
         """
-        collector, model = StatisticsCollector(self._state.trace, step.modules, share.cache), share.replica.model
+        held_out = self._held_out.__getitem__ if self._reference else None
+        collector = StatisticsCollector(self._state.trace, step.modules, share.cache, held_out)
+        model = share.replica.model
         for batch in batches:
             source, served = self._states(step.layer, batch, share.replica)
             if self._reference:
@@ -411,6 +416,25 @@ class GptqRunner(LayerRunner):
         """Run a layer on the states of ``batch``, and return the states behind it."""
         module = replica.model.get_submodule(self.layers[layer])
         return self.calls[batch][layer].run(module, states, empty_cache(replica.model))
+
+
+def held_out_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the numbers of the rows, int64 [n], that each of the ``batches`` holds out: all rows of some tokens.
+
+    ``batches`` are token ids. An eighth of the rows at most, and `_HELD_OUT` in all, are of tokens drawn with a fixed
+    seed. Rows of other samples would not do: narrow texts repeat their tokens, and what was fitted to a token by heart
+    fits it everywhere.
+    """
+    counts = torch.bincount(torch.cat([batch.flatten().cpu() for batch in batches]))
+    tokens = counts.nonzero().flatten()
+    room = min(_HELD_OUT, int(counts.sum()) // _HELD_OUT_SHARE)
+    places: list[int] = []
+    for place in torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0)).tolist():
+        if (count := int(counts[tokens[place]])) <= room:
+            places.append(place)
+            room -= count
+    chosen = tokens[places]
+    return [torch.isin(batch.flatten().cpu(), chosen).nonzero().flatten() for batch in batches]
 
 
 def stack_size(rows: int, columns: int) -> int:

@@ -6,6 +6,7 @@ computed on a device does not depend on how many there are.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
@@ -19,9 +20,13 @@ from quantmint.pipeline.quantize.gptq.request import Gain, GptqSettings
 from quantmint.pipeline.quantize.gptq.runner import EXPERT_SUMS, NewWeight, stack_size
 from quantmint.pipeline.quantize.gptq.solver import Attempt, Factor, RoundedWeight, attempt, factorize, finish
 from quantmint.pipeline.quantize.gptq.weights import InputGroup, Member, largest_by_group
+from quantmint.pipeline.quantize.inspection.numbers import Error
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.scheme import Kernel
 from quantmint.pipeline.recipe.modules import fused_with, scale_group
+
+_MOST_DB = 200.0
+"""Ratios beyond it, infinite ones among them, are recorded as this, which JSON can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +65,40 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """The quantized weight of a member, with the ``weight`` that it had before.
-
-    ``tokens`` and ``pooled`` are those of its statistics.
-    """
+    """The quantized weight of a ``member``, which is number ``place`` of its ``group``, and its ``weight`` before."""
 
     member: Member
     weight: torch.Tensor
     rounded: RoundedWeight
-    tokens: int
-    pooled: bool
+    group: InputGroup
+    place: int
 
     @property
     def gain(self) -> Gain:
         """Return the gain over round-to-nearest."""
-        return Gain(self.rounded.before, self.rounded.after, self.tokens, self.rounded.fault, self.pooled)
+        rounded, statistics, compensation = self.rounded, self.group.statistics, self.group.compensation
+        return Gain(
+            rounded.before,
+            rounded.after,
+            statistics.tokens,
+            rounded.fault,
+            statistics.pooled,
+            None if compensation is None else compensation[self.place],
+            self._output_db(),
+        )
+
+    def _output_db(self) -> float | None:
+        """Return the SQNR of the products with the group's probe, see `Gain`; None for a module not compensated."""
+        group = self.group
+        if group.probe is None or group.targets is None or not group.compensation or not group.compensation[self.place]:
+            return None
+        target = group.targets[self.place].float()
+        error = target - self.member.kernel.decode(self.rounded.parts)
+        signal, noise = (
+            float((group.probe @ matrix.t()).square().sum(dtype=torch.float64)) for matrix in (target, error)
+        )
+        sqnr = Error(signal, noise).sqnr_db
+        return -_MOST_DB if math.isnan(sqnr) else max(-_MOST_DB, min(sqnr, _MOST_DB))
 
     def served(self) -> NewWeight:
         """Return the decoded weight, which the served model computes with, as a new weight of the model's parameter."""
@@ -182,9 +206,9 @@ def _attempt_here(batch: Sequence[Problem], settings: GptqSettings, device: str)
 
 
 def _solutions(problem: Problem, matrix: RoundedWeight) -> list[Solution]:
-    statistics = problem.group.statistics
+    group = problem.group
     return [
-        Solution(member, weight, rounded, statistics.tokens, statistics.pooled)
+        Solution(member, weight, rounded, group, group.members.index(member))
         for member, weight, rounded in zip(
             problem.members, problem.weights, matrix.split(list(map(len, problem.weights))), strict=True
         )

@@ -52,12 +52,17 @@ class InputGroup:
     """Weights [O, I] that read the same input, with the statistics of that input.
 
     ``targets`` are stored in the place of the weights, in the same dtype; None where the weights themselves are.
+    ``compensation`` is the share of the error against the reference model that each target compensates, 0 where it is
+    the weight itself; None without a reference model. ``probe`` are rows [n, I] of the input by which a target's output
+    is judged once it is rounded.
     """
 
     statistics: InputStatistics
     members: tuple[Member, ...]
     weights: tuple[torch.Tensor, ...]
     targets: tuple[torch.Tensor, ...] | None = None
+    compensation: tuple[float, ...] | None = None
+    probe: torch.Tensor | None = None
 
 
 class ModelWeights:

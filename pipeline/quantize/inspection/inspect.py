@@ -25,7 +25,7 @@ from quantmint.pipeline.quantize.inspection.findings import (
     check_structure,
     expected_tensors,
 )
-from quantmint.pipeline.quantize.inspection.numbers import check_copy, check_kv_scale, check_module
+from quantmint.pipeline.quantize.inspection.numbers import check_copy, check_kv_scale, check_module, check_outputs
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.source import SourceReader, carried
 from quantmint.pipeline.quantize.model.structure import Structure
@@ -39,11 +39,13 @@ class Expectations:
     head. ``nbytes`` is the predicted size of all tensors. ``sqnr_db`` is the signal-to-noise ratio of each module of a
     checkpoint that was measured while its files were written, and whose files were read back then. It is not measured
     again: of each tensor the first rows and all scales are read, to prove that they lie where the headers say.
+    ``output_db`` is the ratio of the outputs of each module whose weight was moved for its output's sake.
     """
 
     scales: Mapping[str, float | tuple[float, ...]] = field(default_factory=dict)
     nbytes: int | None = None
     sqnr_db: Mapping[str, float] | None = None
+    output_db: Mapping[str, float] = field(default_factory=dict)
 
 
 def inspect_checkpoint(
@@ -89,7 +91,7 @@ def inspect_checkpoint(
         claims=claims,
         scales={name: value if isinstance(value, tuple) else (value,) for name, value in expected.scales.items()},
         alters=recorded_alterations(checkpoint),
-        proven=expected.sqnr_db,
+        facts=expected,
         unsound=frozenset(finding.where for finding in findings),
     )
     with many_small_workers(), ThreadPoolExecutor(cores(), "inspect") as pool:
@@ -160,7 +162,7 @@ class _Inspector:
     claims: Claims
     scales: Mapping[str, tuple[float, ...]]
     alters: Alters
-    proven: Mapping[str, float] | None
+    facts: Expectations
     unsound: Collection[str]
 
     def modules(
@@ -220,11 +222,13 @@ class _Inspector:
         tensors, scheme = self.expected[module], self.claims.schemes[module] or ""
         if any(stored.name in self.unsound for stored in tensors):
             return []
-        proven = None if self.proven is None else self.proven.get(module)
+        proven = None if self.facts.sqnr_db is None else self.facts.sqnr_db.get(module)
         weight, original = self.weights.get(f"{module}.weight"), None
         if self.original is not None and weight is not None and weight in self.original:
             original = partial(self.original.rows, weight)
         results = list(check_module(self.read, module, scheme, tensors, original, self.alters, proven))
+        if module in self.facts.output_db:
+            results += check_outputs(module, scheme, self.facts.output_db[module])
         for name in self.scales.keys() & {stored.name for stored in tensors}:
             value, measured = float(self.read(name).float().reshape(())), self.scales[name][0]
             if value != measured:
@@ -236,7 +240,7 @@ class _Inspector:
     def copy(self, name: str, *, exact: bool) -> list[InspectionFinding]:
         if self.original is None or name not in self.read:
             return [InspectionFinding("missing", name, "the source has it, the checkpoint does not")]
-        proven = self.proven is not None
+        proven = self.facts.sqnr_db is not None
         return list(check_copy(name, self.read, self.original, self.weights[name], exact=exact, proven=proven))
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -58,6 +58,11 @@ def compare(source: torch.Tensor, restored: torch.Tensor) -> Error:
 _COMPENSATED_DB, _LEAST_DB = 10.0, 1.0
 
 
+def altered_floor_db(scheme: str) -> float:
+    """Return the least SQNR in dB of a weight in a scheme that an algorithm rounded for the output's sake."""
+    return max(SCHEMES[scheme].sqnr_floor_db - _COMPENSATED_DB, _LEAST_DB)
+
+
 def check_module(
     read: Reader,
     module: str,
@@ -107,14 +112,23 @@ def check_module(
         return
     if not comparable and proven is None:
         return
-    floor = SCHEMES[scheme].sqnr_floor_db
-    if alters != "nothing":
-        floor = max(floor - _COMPENSATED_DB, _LEAST_DB)
+    floor = SCHEMES[scheme].sqnr_floor_db if alters == "nothing" else altered_floor_db(scheme)
     here = error.sqnr_db if comparable else math.inf
     sqnr = here if proven is None or not here >= floor else proven
     yield LayerError(module, scheme, sqnr)
     if not sqnr >= floor:
         message = f"SQNR {sqnr:.1f} dB against its source, rounding to {scheme} keeps {floor:g}"
+        yield InspectionFinding("error too large", module, message)
+
+
+def check_outputs(module: str, scheme: str, sqnr_db: float) -> Iterator[InspectionFinding]:
+    """Yield a finding where the outputs of a module that compensates are further from its target's than rounding makes.
+
+    The target moved away from the source's weight, so the distance between weights alone says little of it.
+    """
+    floor = altered_floor_db(scheme)
+    if not sqnr_db >= floor:
+        message = f"SQNR {sqnr_db:.1f} dB of its outputs against its target's, rounding to {scheme} keeps {floor:g}"
         yield InspectionFinding("error too large", module, message)
 
 

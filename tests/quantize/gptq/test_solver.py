@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quantmint.pipeline.quantize.gptq import solver
-from quantmint.pipeline.quantize.gptq.compensation import compensated
 from quantmint.pipeline.quantize.gptq.solver import Factor, RoundedWeight, round_stack
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, dequantize
 from quantmint.pipeline.quantize.schemes.scales import MX_GROUP
@@ -165,22 +164,6 @@ def test_where_the_hessian_is_of_no_use_everything_is_rounded_to_the_nearest(
     assert made.fault is not None
     assert fault in made.fault
     assert same(made.parts, KERNELS[kernel].compute(weight, None))
-
-
-def test_a_compensated_weight_makes_up_for_inputs_that_lack_something() -> None:
-    source = torch.Generator().manual_seed(3)
-    weight = torch.randn(16, 64, generator=source)
-    inputs = torch.randn(2000, 64, generator=source) @ torch.randn(64, 64, generator=source)
-    rows, more = (inputs * 0.2).round() / 0.2, torch.randn(2000, 16, generator=source)
-    hessian, wanted = rows.t() @ rows, rows.t() @ ((inputs - rows) @ weight.t() + more)
-
-    def lost(made: torch.Tensor) -> float:
-        return float((inputs @ weight.t() + more - rows @ made.t()).square().sum())
-
-    whole, half = (compensated(weight, hessian, wanted, strength) for strength in (1.0, 0.5))
-    assert lost(whole) < lost(half) < lost(weight)
-    torch.testing.assert_close(half, (weight + whole) / 2)
-    assert torch.equal(compensated(weight, hessian, torch.zeros_like(wanted), 1.0), weight)
 
 
 @pytest.mark.parametrize("kernel", ALL)

@@ -161,6 +161,7 @@ def inspect(made: Any, folder: Any, **changes: Any) -> Inspection:
         changes.pop("expected_scales", made.expected_scales) or {},
         changes.pop("expected_bytes", made.checkpoint.nbytes),
         changes.pop("proven", None),
+        changes.pop("outputs", {}),
     )
     arguments = {"source": made.source, **changes}
     return inspect_checkpoint(open_checkpoint(folder), made.structure, expected=expected, **arguments)
@@ -212,6 +213,15 @@ def test_what_was_proven_while_it_was_written_is_not_measured_again(quantize: Ca
     proven = inspect(made, made.folder, proven=known)
     assert errors_of(proven) == known
     assert replace(proven, layers=measured.layers) == measured
+
+
+def test_outputs_that_are_noise_are_caught_whatever_the_weights_say(quantize: Callable[..., Any]) -> None:
+    made = quantize("llama", "compressed-tensors")
+    known = errors_of(inspect(made, made.folder))
+    assert inspect(made, made.folder, proven=known, outputs={MODULE: 20.0}).passed
+    (finding,) = inspect(made, made.folder, proven=known, outputs={MODULE: 13.0}).findings
+    assert (finding.rule, finding.where) == ("error too large", MODULE)
+    assert "13.0 dB of its outputs" in finding.message
 
 
 def test_a_module_in_16_bit_that_the_configuration_claims_is_caught(
