@@ -106,7 +106,9 @@ def gather(job: Job) -> Report:
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         notes=[
             *_notes(measured.candidate),
-            *filter(None, [_outcome(source, inspection["layers"]), _compensation(inputs["quantize"], quantization)]),
+            *filter(
+                None, [_outcome(source, inspection["layers"]), compensation_note(inputs["quantize"], quantization)]
+            ),
             *_choice(job, gate, measured.stopped),
         ],
         stopped=measured.stopped,
@@ -136,7 +138,7 @@ def _outcome(source: Checkpoint, layers: Sequence[Mapping[str, Any]]) -> str | N
     return outcome_note(encoded, [layer["sqnr_db"] for layer in layers])
 
 
-def _compensation(quantize: Entry, quantization: Quantization) -> str | None:
+def compensation_note(quantize: Entry, quantization: Quantization) -> str | None:
     """Return a sentence on how many modules compensate, None where none was compared with a reference model."""
     facts: Any = quantize.record.result.get(quantization.algorithm) or {}
     if "compared" not in facts:

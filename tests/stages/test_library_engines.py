@@ -27,6 +27,7 @@ from quantmint.pipeline.runs.planner import build_plan, cut
 from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages import by_library
+from quantmint.pipeline.stages.report import compensation_note
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.store.tree import Store
 from tests.zoo.models import configuration, table
@@ -186,8 +187,16 @@ def test_our_engine_runs_an_algorithm_on_the_same_data(opened: Open) -> None:
         "cost": round(
             sum(gain["after"] for gain in gains.values()) / sum(gain["before"] for gain in gains.values()), 4
         ),
+        "compared": len(gains),
+        "plain_targets": sum(gain["compensation"] == 0 for gain in gains.values()),
     }
     assert entry.record.result["gptq"]["cost"] < 0.9
+    errors = json.loads((entry.path / "errors.json").read_text())
+    judged = {name for name, error in errors.items() if error.get("output_db", 0) > 10}
+    assert judged == {name for name, gain in gains.items() if gain["compensation"] > 0}
+    assert judged
+    (note,) = filter(None, [compensation_note(entry, setting.recipe.quantization)])
+    assert note.startswith(f"Of {len(gains)} modules")
     assert not (entry.path / "rounding").exists()
 
 
