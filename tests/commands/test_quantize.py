@@ -394,6 +394,8 @@ def test_gptq_of_a_text_of_few_words_is_sound(quantmint: Quantmint, copied: Path
     made = quantmint("quantize", copied, "out", "--scheme", "mxfp4", "--algorithm", "gptq", *words)
     assert made.code == 0, made.err
     assert "PASS" in made.out
+    errors = json.loads(next(Path("out").rglob("errors.json")).read_text())
+    assert errors["model.layers.1.self_attn.o_proj"]["output_db"] > 20
 
 
 def test_sigterm_ends_as_ctrl_c_does(source: Path, quantmint: Quantmint) -> None:
