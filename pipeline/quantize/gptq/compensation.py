@@ -3,7 +3,7 @@
 The reference model's inputs were not rounded and saw no layer that was (GPTAQ, arXiv 2504.02692); its hidden states
 differ by what the layers before lost (QEP, arXiv 2504.09629).
 
-A weight moves as far as tokens gain by it that it was not fitted to, which for narrow texts may be not at all. It moves
+A weight moves as far as tokens that it was not fitted to do not lose by it, which for narrow texts may be not at all. It moves
 no further than an inspection accepts: inputs of low rank would let least squares change it at will.
 """
 
@@ -24,8 +24,8 @@ _LEAST_ROWS = 32
 def compensate(group: InputGroup, strength: float, reach: Callable[[Member], float]) -> InputGroup:
     """Return the group with targets that compensate a share of its error against the reference model.
 
-    That is the share with which the products of held-out rows are nearest to those of the reference model, at most
-    ``strength``. A weight without such a share is its own target. A row of a target differs from the weight's by
+    That is the largest share, at most ``strength``, with which the products of held-out rows are no further from those
+    of the reference model than the weight's own. A weight without such a share is its own target. A row of a target differs from the weight's by
     ``reach(member)`` times the row's norm at most. Scales are made from the targets then. A group without a reference
     model, as of experts, is returned unchanged.
     """
@@ -68,15 +68,17 @@ def least_squares_change(hessian: torch.Tensor, cross: torch.Tensor) -> torch.Te
 
 
 def supported_shares(products: torch.Tensor, errors: torch.Tensor, rows: Sequence[int], most: float) -> list[float]:
-    """Return, for each weight of a group, the share s of its change, from 0 to ``most``, with the least |s P - E|^2.
+    """Return, for each weight of a group, the largest share s of its change, at most ``most``, with |s P - E| <= |E|.
 
     P are the ``products`` of held-out inputs with the change, and E the ``errors`` that it shall compensate, float32
-    [n, O]; ``rows`` are the numbers of columns of each weight. Fewer than `_LEAST_ROWS` rows support nothing.
+    [n, O]; ``rows`` are the numbers of columns of each weight. That is twice the share with the least error: on the
+    first layers of SmolLM2 the least error alone lost a third of the gain on ordinary texts, and twice its share none.
+    Fewer than `_LEAST_ROWS` rows support nothing.
     """
     if len(products) < _LEAST_ROWS:
         return [0.0] * len(rows)
     pairs = zip(torch.split(products, list(rows), 1), torch.split(errors, list(rows), 1), strict=True)
-    shares = torch.stack([(product * error).sum() / product.square().sum() for product, error in pairs])
+    shares = torch.stack([2 * (product * error).sum() / product.square().sum() for product, error in pairs])
     supported: list[float] = shares.nan_to_num(0.0, 0.0, 0.0).clamp(0.0, most).tolist()
     return supported
 
