@@ -145,15 +145,15 @@ class _Sweep:
             for index, sample_states in enumerate(states):
                 entering = sample_states.to(self._replica.device)
                 with _seen(self._replica.model, names) as calls:
-                    leaves = _leaves(entering)
+                    leaves = input_leaves(entering)
                     leaving = self._run(number, index, module, entering, None)
                 # No gradient passes scores that only choose, as a sparse indexer's: such changes have no cost.
                 outputs = {name: out for name, (*_, out) in calls.items() if out.requires_grad}
                 layer_changes = [
                     change for change in layer_changes if all(name in outputs for name in sites[change.name])
                 ]
-                before, within = _slopes(leaving, gradient[index].to(self._replica.device), leaves, outputs)
-                entering_slopes.append(States(before.pop(_HIDDEN), before))
+                before, within = layer_slopes(leaving, gradient[index].to(self._replica.device), leaves, outputs)
+                entering_slopes.append(States(before.pop(HIDDEN), before))
                 for change in layer_changes:
                     with change.changed(), torch.no_grad():
                         costs[change.name] += self._cost(
@@ -233,7 +233,7 @@ class _Sweep:
         return leaving
 
 
-_HIDDEN = "hidden"
+HIDDEN = "hidden"
 _Call = tuple[tuple[Any, ...], Mapping[str, Any], "torch.Tensor"]
 """What a module was called with, apart from all gradients, and what it returned."""
 
@@ -256,13 +256,13 @@ def _seen(model: Any, names: Iterable[str]) -> Iterator[dict[str, _Call]]:
         yield calls
 
 
-def _leaves(states: States) -> dict[str, torch.Tensor]:
+def input_leaves(states: States) -> dict[str, torch.Tensor]:
     """Require gradients of the floating-point tensors of ``states``; return them by name, the hidden states first."""
-    tensors = {_HIDDEN: states.hidden, **states.carried}
+    tensors = {HIDDEN: states.hidden, **states.carried}
     return {name: tensor.requires_grad_() for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
-def _slopes(
+def layer_slopes(
     leaving: States, gradient: States, leaves: Mapping[str, torch.Tensor], within: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the gradients at a layer's inputs ``leaves`` and at the tensors ``within``, from those at its outputs.
@@ -301,13 +301,13 @@ def _of_predictions(
     for batch, hidden in zip(batches, states, strict=True):
         leaf = hidden.to(replica.device).requires_grad_()
         leaving = last.returned(leaf.to(replica.model.dtype))
-        logits = _logits(replica, layers, batch.to(replica.device), leaving)[0].float()
+        logits = model_logits(replica, layers, batch.to(replica.device), leaving)[0].float()
         targets = torch.multinomial(logits.detach().softmax(-1), 1, generator=draw).squeeze(1)
         gradients += map(States, torch.autograd.grad(cross_entropy(logits, targets, reduction="sum"), leaf))
     return gradients
 
 
-def _logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: Any) -> torch.Tensor:
+def model_logits(replica: Replica, layers: Sequence[str], batch: torch.Tensor, leaving: Any) -> torch.Tensor:
     """Return the logits, [1, sequence, vocabulary], that the model computes from the last layer's output ``leaving``.
 
     The ``layers`` are not run: they return ``leaving``. ``batch`` are the token ids.

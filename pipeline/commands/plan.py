@@ -61,7 +61,8 @@ def plan_command(
 def _by(recipe: Recipe) -> str:
     """Return " by GPTQ" where weights are not rounded to the nearest: a base recipe may say so unseen."""
     quantization = recipe.quantization
-    return "" if quantization.algorithm == "none" else f" by {quantization.algorithm.upper()}"
+    names = {"none": "", "tuned": " by GPTQ, tuned"}
+    return names.get(quantization.algorithm, f" by {quantization.algorithm.upper()}")
 
 
 def _print_forecast(forecast: RunForecast) -> None:

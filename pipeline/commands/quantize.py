@@ -32,7 +32,7 @@ _CALIBRATION = ("samples", "sequence_length", "packing", "batch_size", "seed", "
 @click.option("--kv-cache", help="fp8: calibrated static scales. auto (default): 16 bit.")
 @click.option("--kv-cache-granularity", help="tensor (default), or head: a scale for each KV head.")
 @click.option("--engine", help="stream (default), llmcompressor or quark.")
-@click.option("--algorithm", help="gptq; awq, smoothquant, ... for the engines that are libraries.")
+@click.option("--algorithm", help="gptq, or tuned; awq, smoothquant, ... for the engines that are libraries.")
 @click.option("--parameter", metavar="NAME=VALUE", multiple=True, help="Parameter of the algorithm, as in a recipe.")
 @click.option("--shared-scales/--no-shared-scales", default=None, help="One FP8 scale for what vLLM fuses (default).")
 @click.option("--exclude", metavar="NAME", multiple=True, help="Module that stays in 16 bit, or re:PATTERN.")

@@ -119,6 +119,23 @@ class Gptq(Section):
         return {name: value for name, value in dumped.items() if value or name not in _OWN}
 
 
+class TuningParameters(Section):
+    """Parameters of tuning, and of GPTQ, which precedes it."""
+
+    steps: int = Field(default=100, ge=1, le=10_000)
+    """Steps of gradient descent, a batch of calibration samples each."""
+    held_out: float = Field(default=0.125, gt=0, le=0.5)
+    """Share of the calibration samples, in eighths of them, that tuning is judged on and nothing is fitted to."""
+    dampening: float = Field(default=0.01, gt=0, lt=1)
+    """As of `gptq`."""
+    activation_order: bool = True
+    """As of `gptq`."""
+    compensation: float | None = Field(default=None, ge=0, le=1)
+    """As of `gptq` (null: 0.5)."""
+    scaling: bool | None = None
+    """As of `gptq` (null: for schemes with 4-bit activations)."""
+
+
 class SmoothQuant(Section):
     """Parameters of SmoothQuant."""
 
@@ -158,10 +175,13 @@ class Quantization(Section):
     engine: Engine = "stream"
     """Software that quantizes. stream: quantmint's own engine, which reads the source once. The others are
     libraries."""
-    algorithm: Literal["none", "gptq", "awq", "smoothquant", "rotation", "autoround"] = "none"
-    """Algorithm used instead of plain round-to-nearest. Engine stream supports only gptq."""
+    algorithm: Literal["none", "gptq", "tuned", "awq", "smoothquant", "rotation", "autoround"] = "none"
+    """Algorithm used instead of plain round-to-nearest. Engine stream supports gptq and tuned: GPTQ, and then
+    norms and biases tuned by gradient descent on the KL divergence, kept where held-out samples lose less by it."""
     gptq: Gptq | None = None
     """Parameters of `algorithm: gptq`."""
+    tuned: TuningParameters | None = None
+    """Parameters of `algorithm: tuned`."""
     smoothquant: SmoothQuant | None = None
     """Parameters of `algorithm: smoothquant`."""
     autoround: AutoRound | None = None
@@ -211,19 +231,21 @@ class Quantization(Section):
 
     @model_serializer(mode="wrap")
     def _omit_unset(self, dump: Any) -> dict[str, Any]:
-        """Omit the fields of a budget, and `keep`, where unset: recipes without them keep their fingerprints."""
+        """Omit a budget's fields, `keep` and `tuned` where unset: recipes without them keep their fingerprints."""
         dumped: dict[str, Any] = dump(self)
         if dumped.get("keep") == "bf16":
             del dumped["keep"]
         if dumped.get("mtp") is None:  # a dump may leave fields out
             dumped.pop("mtp", None)
+        if dumped.get("tuned") is None:
+            dumped.pop("tuned", None)
         chosen, budget = dumped.pop("from_", None), {name: dumped.pop(name, None) for name in BUDGET}
         budget = {name: value for name, value in budget.items() if value is not None}
         return dumped if chosen is None else {"scheme": dumped.pop("scheme"), "from": chosen, **budget, **dumped}
 
     @model_validator(mode="after")
     def _parameters_of_the_algorithm(self) -> Quantization:
-        for name in ("gptq", "smoothquant", "autoround"):
+        for name in ("gptq", "tuned", "smoothquant", "autoround"):
             if getattr(self, name) is not None and self.algorithm != name:
                 raise wrong(f"them only with `algorithm: {name}`", actual=f"parameters of {name}", at=name)
         return self
@@ -232,7 +254,7 @@ class Quantization(Section):
     def _own_by_the_stream(self) -> Quantization:
         stream_only = [name for name in _OWN if self.parameters.get(name)]
         if stream_only and self.engine != "stream":
-            raise wrong("engine stream for it", actual=f"{stream_only[0]} with engine {self.engine}", at="gptq")
+            raise wrong("engine stream for it", actual=f"{stream_only[0]} with engine {self.engine}", at=self.algorithm)
         if self.keep == "source" and self.engine != "stream":
             raise wrong("engine stream for it", actual=f"source with engine {self.engine}", at="keep")
         if self.mtp not in (None, "bf16") and self.engine != "stream":
@@ -252,15 +274,21 @@ class Quantization(Section):
     @property
     def parameters(self) -> dict[str, float | int | bool]:
         """Return the algorithm's parameters by name, defaults included; empty for an algorithm without parameters."""
-        sections = {"gptq": self.gptq or Gptq(), "smoothquant": self.smoothquant or SmoothQuant()}
-        sections |= {"autoround": self.autoround or AutoRound()}
+        sections: dict[str, Section] = {"gptq": self.gptq or Gptq(), "tuned": self.tuned or TuningParameters()}
+        sections |= {"smoothquant": self.smoothquant or SmoothQuant(), "autoround": self.autoround or AutoRound()}
         parameters = sections[self.algorithm].model_dump() if self.algorithm in sections else {}
-        if self.algorithm == "gptq" and self.engine == "stream":
+        if self.by_layers:
             four = any(schemes.scheme(name).activations.dtype == "e2m1" for name in self.schemes)
-            gptq = self.gptq or Gptq()
-            parameters["compensation"] = _COMPENSATION if gptq.compensation is None else gptq.compensation
-            parameters["scaling"] = four if gptq.scaling is None else gptq.scaling
+            section = (self.tuned if self.algorithm == "tuned" else self.gptq) or Gptq()
+            compensation, scaling = section.compensation, section.scaling
+            parameters["compensation"] = _COMPENSATION if compensation is None else compensation
+            parameters["scaling"] = four if scaling is None else scaling
         return parameters
+
+    @property
+    def by_layers(self) -> bool:
+        """Return whether engine stream rounds by GPTQ, tuned or not: layer by layer, on the calibration texts."""
+        return self.engine == "stream" and self.algorithm in ("gptq", "tuned")
 
 
 class Calibration(Section):

@@ -30,9 +30,16 @@ from quantmint.pipeline.stages.cost import (
     quantize_volume,
     routed_share,
     sensitivity_samples,
+    tuning_batch,
 )
 from quantmint.pipeline.stages.rates import HOST_BYTES, HOST_CORES, Origin, Rates, rates_here, rates_of
-from quantmint.pipeline.stages.rounding_cost import change_seconds, expert_passes, hessian_seconds, rounding_seconds
+from quantmint.pipeline.stages.rounding_cost import (
+    change_seconds,
+    expert_passes,
+    hessian_seconds,
+    rounding_seconds,
+    tuning_seconds,
+)
 
 
 def machine_here(device: str) -> tuple[MachineCapacity, Origin]:
@@ -107,7 +114,7 @@ def forecast_weights(
         untouched = quantization.algorithm == "none"
         plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared, untouched=untouched)
         stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
-        if quantization.algorithm == "gptq" and recipe.calibration is not None:
+        if quantization.by_layers and recipe.calibration is not None:
             once = calibrate_cost(gptq_volume(source, structure, recipe), machine)
             rounding = gptq_seconds(source, structure, recipe, choice.schemes, machine)
             room = gptq_bytes(structure, choice.schemes, on_gpu=rates.link is not None)
@@ -135,7 +142,7 @@ def _pass_seconds(
 def gptq_seconds(
     source: Checkpoint, structure: Structure, recipe: Recipe, schemes: Mapping[str, str], machine: MachineCapacity
 ) -> float:
-    """Return GPTQ's seconds beside its forwards: Hessians, cross terms with compensation, factors, rounding.
+    """Return GPTQ's seconds beside its forwards: Hessians, cross terms with compensation, factors, rounding, tuning.
 
     ``schemes`` are the chosen schemes by module.
     """
@@ -147,7 +154,13 @@ def gptq_seconds(
     rates = machine.rates
     rate = rates.float32 if rates.link is None else rates.flops  # a GPU sums products of 16 bit in float32
     hessians = hessian_seconds(shapes, tokens, share, rate, sums=sums) / len(machine.devices)
-    return hessians + rounding_seconds(shapes, recipe.quantization.schemes, rates)
+    seconds = hessians + rounding_seconds(shapes, recipe.quantization.schemes, rates)
+    if recipe.quantization.algorithm == "tuned":
+        parameters, batches = recipe.quantization.parameters, recipe.calibration.samples / tuning_batch(recipe)
+        forward, layers = gptq_volume(source, structure, recipe).flops / batches, len(structure.attention)
+        held_out = float(parameters["held_out"]) * batches
+        seconds += tuning_seconds(forward, layers, int(parameters["steps"]), held_out, rates)
+    return seconds
 
 
 def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, machine: MachineCapacity) -> Cost:
@@ -166,7 +179,7 @@ def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, m
         "products": (_PASSES + len(names)) * volume.flops / rates.float32,
         "changes": change_seconds(structure.linear, names, samples),
     }
-    if recipe.quantization.algorithm == "gptq":
+    if recipe.quantization.algorithm in ("gptq", "tuned"):
         parts["rounding"] = rounding_seconds(structure.linear, names, rates)
         parts["products"] += hessian_seconds(structure.linear, tokens, share, rates.float32, sums=1)
     on_cpu, seconds = rates.link is None, sum(parts.values())

@@ -41,6 +41,9 @@ from quantmint.pipeline.stages.reasoning import reasoning_faults
 from quantmint.pipeline.stages.runtime_faults import runtime_faults
 from quantmint.pipeline.stages.tool_calls import tool_faults
 
+_LEAST_TUNED = 8
+"""Samples, of which an eighth is held out from tuning."""
+
 
 def check(
     loaded: LoadedRecipe,
@@ -362,9 +365,12 @@ def _model(loaded: LoadedRecipe, config: Mapping[str, Any]) -> Iterator[Fault]:
     for path, found in lengths:
         if isinstance(longest, int) and found > longest:
             yield loaded.fault(path, f"found {found}, expected at most {longest}, the model's max_position_embeddings")
-    if quantization.algorithm == "gptq" and quantization.engine == "stream" and recipe.calibration is not None:
+    if quantization.by_layers and recipe.calibration is not None:
         length = recipe.calibration.sequence_length
         widest, name = max(((features, name) for name, features, _ in _widths(config)), default=(0, ""))
+        if quantization.algorithm == "tuned" and recipe.calibration.samples < _LEAST_TUNED:
+            few = f"found {recipe.calibration.samples}, expected at least {_LEAST_TUNED}"
+            yield loaded.fault(("calibration", "samples"), f"{few}: an eighth or more is held out from tuning")
         if (least := -(-widest // length)) > recipe.calibration.samples:
             few = f"found {recipe.calibration.samples} of {length} tokens, expected at least {least}"
             yield loaded.fault(("calibration", "samples"), f"{few}: a Hessian of {name} {widest} takes as many tokens")

@@ -15,12 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from quantmint.calibration.errors import CalibrationError
+from quantmint.calibration.layers import PARTS
 from quantmint.calibration.room import Mode, Need, decide, forward_bytes
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
 from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, TensorInfo
+from quantmint.pipeline.quantize.gptq.tuning import tuning_bytes
 from quantmint.pipeline.quantize.model.structure import Structure
-from quantmint.pipeline.recipe.modules import expert_count
+from quantmint.pipeline.recipe.modules import expert_count, text_config
 from quantmint.pipeline.recipe.schema import Calibration, Recipe
 from quantmint.pipeline.stages.rates import Rates
 
@@ -282,12 +284,23 @@ def routed_share(config: Mapping[str, Any]) -> float:
 def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe, *, routed: bool = False) -> CalibrateVolume:
     """Return the volume of one forward of GPTQ in layer mode, with fused attention.
 
-    Compensation doubles the hidden states, because a reference model runs alongside. With ``routed`` experts get the
-    tokens that the router sends to them alone.
+    Compensation and tuning double the hidden states, because a reference model runs alongside. With ``routed`` experts
+    get the tokens that the router sends to them alone.
     """
     assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
     section = recipe.calibration.model_copy(update={"experts": "routed"}) if routed else recipe.calibration
     volume = replace(calibrate_volume(source, structure, section, is_fused=True), mode="layer")
-    has_reference_model = recipe.quantization.parameters["compensation"]
-    states = volume.need.states * (2 if has_reference_model else 1)
-    return replace(volume, need=replace(volume.need, states=states))
+    parameters = recipe.quantization.parameters
+    has_reference_model = parameters["compensation"] or "steps" in parameters
+    states, forward = volume.need.states * (2 if has_reference_model else 1), volume.need.forward
+    if "steps" in parameters:
+        vocabulary = int(text_config(source.config).get("vocab_size") or 0)
+        forward = tuning_bytes(forward, recipe.calibration.sequence_length, vocabulary)
+    return replace(volume, need=replace(volume.need, states=states, forward=forward))
+
+
+def tuning_batch(recipe: Recipe) -> int:
+    """Return the number of samples that run together: at most an eighth with tuning, which holds some out."""
+    assert recipe.calibration is not None  # noqa: S101 - the recipe is checked
+    samples, size = recipe.calibration.samples, recipe.calibration.batch_size
+    return max(1, min(size, samples // PARTS)) if recipe.quantization.algorithm == "tuned" else size

@@ -33,7 +33,7 @@ from quantmint.pipeline.quantize.engines.stream.plan import NUMBERS, ShardPlan, 
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json, torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.gptq.loop import quantize_layers
-from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings
+from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings, Tuning
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes
 from quantmint.pipeline.quantize.inspection.findings import INSPECTION as INSPECTION
 from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
@@ -46,7 +46,7 @@ from quantmint.pipeline.recipe.modules import assigned, expert_count, text_confi
 from quantmint.pipeline.recipe.schema import AUTO, Gptq, Quantization
 from quantmint.pipeline.stages import by_library
 from quantmint.pipeline.stages.calibrate import RANGES, needs_ranges, read_tokens
-from quantmint.pipeline.stages.cost import gptq_volume
+from quantmint.pipeline.stages.cost import gptq_volume, tuning_batch
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.sizes import Prediction, model_for
@@ -208,7 +208,7 @@ def _revisions(quantization: Quantization, config: Mapping[str, Any]) -> dict[st
     """
     facts: dict[str, str] = {}
     kind = text_config(config).get("model_type")
-    if quantization.engine == "stream" and quantization.algorithm == "gptq":
+    if quantization.by_layers:
         if expert_count(config):  # experts of a mixture were once left to the nearest
             facts["experts"] = "gptq"
         if kind in _DROPOUTS:
@@ -242,9 +242,13 @@ def _absorbs_narrow(quantization: Quantization, config: Mapping[str, Any]) -> bo
 
 
 def _recorded(quantization: Quantization) -> tuple[str, ...]:
-    """Return the algorithms that the checkpoint records, in the order in which they run; "awq" stands for scaling."""
-    algorithms = () if quantization.algorithm == "none" else (quantization.algorithm,)
-    return (*(("awq",) if quantization.parameters.get("scaling") else ()), *algorithms)
+    """Return the algorithms that the checkpoint records, in the order in which they run.
+
+    "awq" stands for scaling, and for tuning, which changes norms too and has no name in either layout.
+    """
+    tuned = quantization.algorithm == "tuned"
+    algorithms = () if quantization.algorithm == "none" else ("gptq" if tuned else quantization.algorithm,)
+    return (*(("awq",) if tuned or quantization.parameters.get("scaling") else ()), *algorithms)
 
 
 def _is_plain(quantization: Quantization) -> bool:
@@ -274,7 +278,7 @@ def _rounded(
         structure,
         choice,
         source.folder,
-        list(batched(samples, section.batch_size)),
+        list(batched(samples, tuning_batch(job.setting.recipe))),
         scales,
         resolve_devices(job.setting.device),
         job.path / _WORK,
@@ -309,8 +313,20 @@ def _rounded(
             "to_nearest": len(to_nearest),
             "cost": round(sums[0] / sums[1], 4) if sums[1] else None,
             **({"compared": len(compared), "plain_targets": plain} if compared else {}),
+            **_tuned_facts(job, rounded.tuning),
         }
     }
+
+
+def _tuned_facts(job: Job, tuning: Tuning | None) -> dict[str, object]:
+    """Return the divergence on held-out samples before and after tuning, and say it; nothing without tuning."""
+    if tuning is None:
+        return {}
+    better = f"the norms of step {tuning.step} are stored" if tuning.step else "no step was better, nothing is changed"
+    job.progress.say(
+        f"tuning: on held-out samples KL is {tuning.after:.4g} nats for {tuning.before:.4g} before; {better}"
+    )
+    return {"held_out_kl": round(tuning.after, 5), "held_out_kl_before": round(tuning.before, 5), "step": tuning.step}
 
 
 def _hardware(setting: Setting) -> str:
@@ -355,7 +371,7 @@ def _proven_latent(job: Job) -> dict[str, float]:
 def _require_memory(setting: Setting) -> None:
     """Raise `UserError` where the device is missing, or its memory too small for a library or for GPTQ."""
     quantization, device = setting.recipe.quantization, resolve_devices(setting.device)[0]
-    if quantization.engine == "stream" and quantization.algorithm != "gptq":
+    if quantization.engine == "stream" and not quantization.by_layers:
         return
     source, structure = model_for(setting, config_folder(setting.source))
     if quantization.engine != "stream":

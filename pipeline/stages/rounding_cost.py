@@ -14,6 +14,7 @@ from typing import Final
 
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.quantize.gptq.runner import expert_count
+from quantmint.pipeline.quantize.gptq.tuning import EVALUATIONS
 from quantmint.pipeline.recipe.modules import fused_with
 from quantmint.pipeline.stages.rates import Rates
 
@@ -23,6 +24,9 @@ _COLUMN_S: Final = 3e-4
 _GPU_FACTOR_S: Final = 0.02
 _GPU_COLUMN_S: Final = 1.4e-5
 """The same on a GPU: what the 59.5 s of GPTQ alone of an 8B shape on an H100 leave (docs/notes/measurements.md)."""
+_STEP_S: Final = 2e-2
+"""Of a layer in a step of tuning on a GPU, for the launches of some hundred small kernels."""
+_FORWARDS_OF_A_STEP: Final = 4
 _SIDE_BY_SIDE: Final = 10
 """Experts of a stack that are rounded in the time of one (`make bench-experts`)."""
 _CHANGE_S: Final = 0.01
@@ -84,6 +88,16 @@ def expert_passes(shapes: Shapes, free: int, *, on_gpu: bool) -> int:
         -(-count // expert_count(free // 4, max(rows, columns), columns, on_gpu=on_gpu))
         for count, rows, columns in stacks.values()
     )
+
+
+def tuning_seconds(flops: float, layers: int, steps: int, evaluated: float, rates: Rates) -> float:
+    """Return the seconds of ``steps`` steps of tuning through ``layers`` layers.
+
+    ``flops`` are the operations of a forward of one batch through all layers, ``evaluated`` the batches that are held
+    out. A step is a forward, and a backward that runs each layer again. The time to read the weights is not counted.
+    """
+    rate, launches = (rates.float32, 0.0) if rates.link is None else (rates.flops, _STEP_S * layers * steps)
+    return launches + (_FORWARDS_OF_A_STEP * steps + (EVALUATIONS + 1) * evaluated) * flops / rate
 
 
 def change_seconds(shapes: Shapes, names: Collection[str], samples: int) -> float:

@@ -82,6 +82,8 @@ def test_scaling_is_the_stream_engines_and_measures_by_magnitude(load: Load) -> 
     [
         ("scheme: mxfp4, algorithm: gptq", True),
         ("scheme: mxfp4, algorithm: gptq, gptq: {scaling: false}", False),
+        ("scheme: mxfp4, algorithm: tuned", True),
+        ("scheme: mxfp4, algorithm: tuned, tuned: {scaling: false, steps: 50}", False),
         ("scheme: mxfp4_weight_only, algorithm: gptq", False),
         ("scheme: mxfp4_weight_only, algorithm: gptq, gptq: {scaling: true}", True),
         ("scheme: mxfp4, engine: quark, format: quark, algorithm: gptq", False),
@@ -191,6 +193,13 @@ def test_lengths_beyond_the_model(load: Load) -> None:
         "r.yaml:5:25: target.max_model_len: found 40000, expected at most 32768, the model's max_position_embeddings",
         "r.yaml:4:43: calibration.sequence_length: found 65536, "
         "expected at most 32768, the model's max_position_embeddings",
+    ]
+
+
+def test_samples_too_few_to_hold_some_out(load: Load) -> None:
+    text = HEAD + "quantization: {scheme: ptpc_fp8, algorithm: tuned}\ncalibration: {set: tiny, samples: 7}\n"
+    assert faults(load(text), config=config("Llama-3.1-8B-Instruct")) == [
+        "r.yaml:4:35: calibration.samples: found 7, expected at least 8: an eighth or more is held out from tuning"
     ]
 
 

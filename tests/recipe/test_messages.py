@@ -18,7 +18,7 @@ CASES = {
         HEAD + "quantization:\n  schem: ptpc_fp8\n",
         "r.yaml:4:3: quantization.schem: found an unknown key, expected one of algorithm, autoround, bits, engine, "
         "exclude, format, from, gptq, keep, kv_cache, kv_cache_granularity, mtp, objective, overrides, scheme, "
-        'shared_scales, smoothquant, speedup (did you mean "scheme"?)',
+        'shared_scales, smoothquant, speedup, tuned (did you mean "scheme"?)',
     ),
     "misspelt value": (
         HEAD + "quantization:\n  scheme: ptcp_fp8\n",
@@ -47,7 +47,7 @@ CASES = {
         HEAD,
         "r.yaml:1:1: quantization: found nothing, "
         "expected a mapping with scheme, from, bits, objective, speedup, kv_cache, kv_cache_granularity, format, "
-        "engine, algorithm, gptq, smoothquant, autoround, shared_scales, exclude, keep, overrides, mtp",
+        "engine, algorithm, gptq, tuned, smoothquant, autoround, shared_scales, exclude, keep, overrides, mtp",
     ),
     "text for a number": (
         OK + "calibration: {set: tiny, samples: many}\n",

@@ -209,6 +209,15 @@ def test_a_model_that_is_scaled_is_proven_by_what_was_seen_of_it(opened: Open) -
     assert ranges.keys() == {f"{name}.input_scale" for name in gains if not name.endswith("o_proj")}
 
 
+def test_the_record_says_what_tuning_gained(opened: Open) -> None:
+    outcome = run(opened("ptpc_fp8", "stream", "algorithm: tuned, tuned: {steps: 4}"), "inspect", Silent())
+    entry, proof = outcome.entry("quantize"), outcome.entry("inspect")
+    assert entry is not None and proof is not None  # noqa: PT018
+    assert proof.record.result["verdict"] == "PASS"
+    result = entry.record.result["tuned"]
+    assert (result["step"] > 0) == (result["held_out_kl"] < result["held_out_kl_before"])
+
+
 def test_what_it_makes_becomes_the_entry(
     opened: Open, library: Callable[..., list[LibraryJob]], quantize: Callable[..., Any], models: Callable[..., Path]
 ) -> None:

@@ -25,13 +25,15 @@ def compensate(group: InputGroup, strength: float, reach: Callable[[Member], flo
     """Return the group with targets that compensate a share of its error against the reference model.
 
     That is the largest share, at most ``strength``, with which the products of held-out rows are no further from those
-    of the reference model than the weight's own. A weight without such a share is its own target. A row of a target differs from the weight's by
-    ``reach(member)`` times the row's norm at most. Scales are made from the targets then. A group without a reference
-    model, as of experts, is returned unchanged.
+    of the reference model than the weight's own. A weight without such a share is its own target. A row of a target
+    differs from the weight's by ``reach(member)`` times the row's norm at most. Scales are made from the targets then.
+    A group without a reference model, as of experts, is returned unchanged.
     """
     statistics = group.statistics
     if not statistics.has_reference:
         return group
+    if not strength:  # the reference model runs for tuning alone
+        return replace(group, statistics=statistics.add_held_out())
     rows = list(map(len, group.weights))
     stacked, probe = torch.cat(group.weights).float(), statistics.held_out_inputs()
     with in_tf32():

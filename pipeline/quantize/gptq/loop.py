@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 
+from quantmint.calibration.activations import States
 from quantmint.calibration.layers import PARTS
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica, replica
@@ -32,13 +34,16 @@ from quantmint.pipeline.quantize.gptq.results import LayerResult, layers_folder,
 from quantmint.pipeline.quantize.gptq.runner import GptqRunner
 from quantmint.pipeline.quantize.gptq.scaling import ChannelScaling
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes, solve
+from quantmint.pipeline.quantize.gptq.tuning import TuningTask, tune, tuning_bytes
 from quantmint.pipeline.quantize.gptq.weights import Member, ModelWeights, ServedInputs
 from quantmint.pipeline.quantize.inspection.numbers import altered_floor_db
 
 _STATES = "layers"  # hidden states that an interrupted run is gone on with
 
 Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar over a total of samples, each counted once a layer; its value is called with each advance."""
+"""Opens a progress bar over a total of samples, each counted once a layer, or of steps of tuning.
+
+Its value is called with each advance."""
 
 
 def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambda _: None)) -> GptqResult:
@@ -50,7 +55,6 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
     settings, devices = request.settings, request.devices[: min(len(request.batches), PARTS)]
     with measuring(request.folder):
         replicas = _replicas(request, devices)
-        need, reads_ahead = _need(request, replicas[0], devices)
         folder = layers_folder(request.work)
         steps = [step for plan in request.plans for step in plan.steps]
         weights = ModelWeights(replicas[0], request.structure, steps)
@@ -58,41 +62,69 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
         scaling = None
         if settings.scaling:
             scaling = ChannelScaling(replicas[0], weights, inputs, request.choice, request.batches[0])
-        states = activations_for(devices, need, host_bytes(request.activation_bytes), request.work / _STATES)
-        reach = partial(_reach, request.choice)
-        samples = sum(batch.shape[0] for batch in request.batches)
-        with (
-            torch.inference_mode(),
-            bar(len(replicas[0].walkable.layers) * samples) as advance,
-            GptqRunner(
-                replicas,
-                request.batches,
-                states,
-                _facts(request, weights),
-                advance,
-                inputs.roundings(weights),
-                reference=settings.compensation > 0,
-            ) as runner,
-        ):
-            runner.reads_ahead = reads_ahead
-            runner.record()
-            for layer in runner:
-                if scaling is not None:
-                    _scale(runner, layer, scaling, inputs, weights)
-                result = LayerResult()
-                for step in runner.steps(layer):
-                    statistics = runner.collect(step)
-                    groups = [compensate(group, settings.compensation, reach) for group in weights.groups(statistics)]
-                    solutions = solve(groups, settings, list(dict.fromkeys(devices)))
-                    runner.apply(step, (solution.served() for solution in solutions))
-                    result.add(solutions)
-                    del statistics, groups, solutions  # gigabytes, which the next step needs for its own
-                if scaling is not None:
-                    result.add_scaled(weights, runner.layers[layer], scaling.touched)
-                result.save(folder, layer, inputs.changed)
-                inputs.changed.clear()
-                runner.finish(layer)
-    return read_result(request, folder, [] if scaling is None else scaling.unscaled)
+        unscaled = [] if scaling is None else scaling.unscaled
+        held_out, reference = _quantize_by_layers(request, replicas, weights, inputs, scaling, folder, bar)
+        if settings.tuning is not None and held_out:
+            ranges = {**request.ranges, **read_result(request, folder, unscaled).ranges}
+            roundings = ServedInputs(request.choice, ranges, request.mx_scales).roundings(weights)
+            task = TuningTask(replicas[0], weights, roundings, folder, request.batches, held_out, reference)
+            with bar(settings.tuning.steps) as advance:
+                tune(task, settings.tuning, advance)
+    return read_result(request, folder, unscaled)
+
+
+def _quantize_by_layers(
+    request: GptqRequest,
+    replicas: Sequence[Replica],
+    weights: ModelWeights,
+    inputs: ServedInputs,
+    scaling: ChannelScaling | None,
+    folder: Path,
+    bar: Bar,
+) -> tuple[list[int], list[States]]:
+    """Write the files of the layers that are left into ``folder``.
+
+    Return, for tuning, the numbers of the batches that were held out, and the reference model's states behind the last
+    layer by batch; both empty without tuning.
+    """
+    settings, devices = request.settings, [replica.device for replica in replicas]
+    need, reads_ahead = _need(request, replicas[0], devices)
+    states = activations_for(devices, need, host_bytes(request.activation_bytes), request.work / _STATES)
+    reach = partial(_reach, request.choice)
+    samples = sum(batch.shape[0] for batch in request.batches)
+    with (
+        torch.inference_mode(),
+        bar(len(replicas[0].walkable.layers) * samples) as advance,
+        GptqRunner(
+            replicas,
+            request.batches,
+            states,
+            _facts(request, weights),
+            advance,
+            inputs.roundings(weights),
+            reference=settings.has_reference,
+        ) as runner,
+    ):
+        runner.reads_ahead = reads_ahead
+        runner.record()
+        held_out = [] if settings.tuning is None else runner.hold_out(settings.tuning.held_out)
+        for layer in runner:
+            if scaling is not None:
+                _scale(runner, layer, scaling, inputs, weights)
+            result = LayerResult()
+            for step in runner.steps(layer):
+                statistics = runner.collect(step)
+                groups = [compensate(group, settings.compensation, reach) for group in weights.groups(statistics)]
+                solutions = solve(groups, settings, list(dict.fromkeys(devices)))
+                runner.apply(step, (solution.served() for solution in solutions))
+                result.add(solutions)
+                del statistics, groups, solutions  # gigabytes, which the next step needs for its own
+            if scaling is not None:
+                result.add_scaled(weights, runner.layers[layer], scaling.touched)
+            result.save(folder, layer, inputs.changed)
+            inputs.changed.clear()
+            runner.finish(layer)
+        return held_out, runner.reference_states() if held_out else []
 
 
 def _scale(
@@ -135,8 +167,12 @@ def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> tuple
     where a device has no room to round weights.
     """
     need = need_of(model, request.batches)
-    if request.settings.compensation:
+    if request.settings.has_reference:
         need = replace(need, states=2 * need.states)
+    if request.settings.tuning is not None:
+        length = max(batch.shape[1] for batch in request.batches)
+        vocabulary = int(model.model.config.get_text_config().vocab_size)
+        need = replace(need, forward=tuning_bytes(need.forward, length, vocabulary))
     on_gpu = torch.device(devices[0]).type != "cpu"
     rounding = gptq_bytes(request.structure, request.choice.schemes, on_gpu=on_gpu)
     ahead = [

@@ -17,18 +17,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class TuningSettings:
+    """The parameters of tuning in a recipe: ``steps`` of a batch each, and the share of the batches ``held_out``."""
+
+    steps: int
+    held_out: float
+
+
+@dataclass(frozen=True, slots=True)
 class GptqSettings:
     """The parameters of GPTQ in a recipe.
 
     ``dampening`` is the share of a Hessian's mean diagonal that is added to it. ``activation_order`` rounds columns
     with large inputs first. ``compensation`` is the largest share of the error against the 16-bit reference model
-    that weights compensate; at 0 no reference model runs. ``scaling`` scales channels before rounding.
+    that weights compensate; at 0 no reference model runs, except for ``tuning``, which follows GPTQ. ``scaling``
+    scales channels before rounding.
     """
 
     dampening: float = 0.01
     activation_order: bool = True
     compensation: float = 0.0
     scaling: bool = False
+    tuning: TuningSettings | None = None
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the 16-bit reference model runs along."""
+        return self.compensation > 0 or self.tuning is not None
 
     @classmethod
     def of(cls, parameters: Mapping[str, float | int | bool]) -> GptqSettings:
@@ -36,11 +51,15 @@ class GptqSettings:
 
         Raises `KeyError` where dampening, activation_order or compensation is missing.
         """
+        tuning = None
+        if "steps" in parameters:
+            tuning = TuningSettings(int(parameters["steps"]), float(parameters["held_out"]))
         return cls(
             float(parameters["dampening"]),
             bool(parameters["activation_order"]),
             float(parameters["compensation"]),
             bool(parameters.get("scaling")),
+            tuning,
         )
 
 
@@ -90,11 +109,24 @@ class Gain:
 
 
 @dataclass(frozen=True, slots=True)
+class Tuning:
+    """The mean KL divergence on held-out batches, in nats per token, ``before`` tuning and ``after``.
+
+    ``step`` is the step whose norms the model has; 0 where none was better, and the model has those that GPTQ left.
+    """
+
+    before: float
+    after: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class GptqResult:
     """The plans, whose steps name the files that hold their tensors, and the gain of each module.
 
     ``untouched`` are modules that are left to round-to-nearest. ``ranges`` are the ranges of inputs that scaling
-    changed, by the names of their scales. ``unscaled`` names modules whose channels cannot be scaled.
+    changed, by the names of their scales. ``unscaled`` names modules whose channels cannot be scaled. ``tuning`` is
+    None where the model was not tuned.
     """
 
     plans: tuple[ShardPlan, ...]
@@ -102,3 +134,4 @@ class GptqResult:
     untouched: tuple[str, ...]
     ranges: Mapping[str, torch.Tensor] = field(default_factory=dict)
     unscaled: tuple[str, ...] = ()
+    tuning: Tuning | None = None

@@ -17,7 +17,7 @@ from quantmint.calibration.lazy import torch
 from quantmint.pipeline.quantize.engines.stream.plan import Step
 from quantmint.pipeline.quantize.engines.stream.shard import ERRORS, error_of
 from quantmint.pipeline.quantize.formats.checkpoint import torch_dtype
-from quantmint.pipeline.quantize.gptq.request import Gain, GptqRequest, GptqResult
+from quantmint.pipeline.quantize.gptq.request import Gain, GptqRequest, GptqResult, Tuning
 from quantmint.pipeline.quantize.gptq.solve import Solution
 from quantmint.pipeline.quantize.gptq.weights import ModelWeights, largest_by_group
 from quantmint.pipeline.quantize.inspection.numbers import Error
@@ -93,6 +93,8 @@ def layers_folder(work: Path) -> Path:
 def read_result(request: GptqRequest, folder: Path, unscaled: Sequence[str]) -> GptqResult:
     """Return the result of all layers from their files in ``folder``, those of earlier attempts included.
 
+    A file of tuned vectors, whose name comes last, replaces those of the layers.
+
     ``unscaled`` names modules whose channels cannot be scaled.
     """
     from safetensors import safe_open
@@ -100,15 +102,18 @@ def read_result(request: GptqRequest, folder: Path, unscaled: Sequence[str]) -> 
     files: dict[str, Path] = {}
     gains: dict[str, Gain] = {}
     ranges: dict[str, torch.Tensor] = {}
+    tuning: Tuning | None = None
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as stored:
             metadata = stored.metadata()
             files |= {name.rpartition(".")[0]: path for name in stored.keys()}  # noqa: SIM118 - it is no mapping
         gains |= {name: Gain(*facts) for name, facts in json.loads(metadata["gains"]).items()}
+        if "tuning" in metadata:
+            tuning = Tuning(*json.loads(metadata["tuning"]))
         ranges |= {name: torch.tensor([value]) for name, value in json.loads(metadata["ranges"]).items()}
     plans = tuple(
         replace(plan, steps=tuple(replace(step, made=files.get(step.name)) for step in plan.steps))
         for plan in request.plans
     )
     untouched = tuple(sorted(request.choice.schemes.keys() - request.choice.stored - gains.keys()))
-    return GptqResult(plans, gains, untouched, ranges, tuple(unscaled))
+    return GptqResult(plans, gains, untouched, ranges, tuple(unscaled), tuning)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from quantmint.calibration.activations import Activations, States
@@ -170,9 +171,23 @@ class GptqRunner(LayerRunner):
         super().__init__(replicas, batches, activations, facts, advance)
         self.roundings, self._reference = roundings, reference
         self._held_out = held_out_rows(batches)
+        self._summed = len(self.parts)
         self._traces: dict[tuple[str, ...], tuple[str, LayerTrace]] = {}
         self._lock = threading.Lock()
         self._state: _LayerState
+
+    def hold_out(self, share: float) -> list[int]:
+        """Keep a share of the batches, in whole parts and of one part at least, out of all statistics.
+
+        Return the numbers of these batches: none where there is a single one. Call it before the first layer.
+        """
+        count = len(self.parts)
+        self._summed = max(1, min(count - 1, count - round(share * count)))
+        return sorted(chain(*self.parts[self._summed :]))
+
+    def reference_states(self) -> list[States]:
+        """Return the reference model's states behind the last layer, by batch, on the CPU. Call it after that layer."""
+        return [self.activations.get(number, "cpu")[0] for number in range(len(self.batches))]
 
     def steps(self, layer: int) -> Iterator[RunnerStep]:
         """Yield the steps in which a layer gets its weights: linear modules, then its stacks of experts.
@@ -324,13 +339,14 @@ class GptqRunner(LayerRunner):
         return trace.renamed(first, name)
 
     def _sum_parts(self, collect: Callable[[_DeviceShare, Sequence[int]], _Collector]) -> _Collector:
-        """Return the sum of ``collect(share, batch numbers)`` over all parts, on the first device.
+        """Return the sum of ``collect(share, batch numbers)`` over all parts but those held out, on the first device.
 
         The sums of the parts are added in a fixed order.
         """
         shares, total = self._state.shares, None
-        for first in range(0, len(self.parts), len(shares)):
-            parts = self.parts[first : first + len(shares)]
+        summed = self.parts[: self._summed]
+        for first in range(0, len(summed), len(shares)):
+            parts = summed[first : first + len(shares)]
             work = list(zip(shares, parts, strict=False))
             for part in map_devices(lambda pair: collect(*pair), work):
                 if total is None:  # the first part is the first device's

@@ -189,7 +189,7 @@ def _require_runnable(structure: Structure, quantization: Quantization) -> None:
     """Raise `UserError` for a recipe that measures what transformers cannot run, before hours are spent."""
     if quantization.engine != "stream":
         return
-    walked = "algorithm" if quantization.algorithm == "gptq" else "scheme" if quantization.scheme == AUTO else None
+    walked = "algorithm" if quantization.by_layers else "scheme" if quantization.scheme == AUTO else None
     if walked is not None and structure.walk_obstacle is not None:
         raise UserError(
             f"quantization.{walked}: found {getattr(quantization, walked)} for a model whose layers cannot be run one "

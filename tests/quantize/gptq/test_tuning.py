@@ -1,0 +1,109 @@
+"""Norms that are tuned after GPTQ: kept where held-out samples lose less, the same bytes after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from quantmint.pipeline.quantize.gptq import tuning
+from quantmint.pipeline.quantize.gptq.request import GptqResult, GptqSettings, TuningSettings
+from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.serving.reference import model as reference
+from tests.quantize.gptq.test_loop import Made
+
+Models = Callable[..., Path]
+SETTINGS = GptqSettings(compensation=0.5, tuning=TuningSettings(steps=10, held_out=0.125))
+
+
+def written(made: Made, result: GptqResult) -> Checkpoint:
+    """Write a result as the stage does."""
+    checkpoint_plan = CheckpointPlan(
+        made.source,
+        result.plans,
+        made.choice,
+        {**made.ranges, **result.ranges},
+        checkpoint_format=made.layout,
+        algorithms=("awq", "gptq"),
+    )
+    write_checkpoint(checkpoint_plan, made.work / "out", manifest=made.work / "out.jsonl")
+    return open_checkpoint(made.work / "out")
+
+
+def bytes_of(checkpoint: Checkpoint) -> list[bytes]:
+    return [(checkpoint.folder / shard).read_bytes() for shard in checkpoint.shards]
+
+
+def divergence(source: Path, checkpoint: Path, tokens: torch.Tensor) -> float:
+    """Return the mean KL divergence of a checkpoint from its source, by the reference runtime."""
+    with torch.no_grad():
+        aim, served = (
+            reference.load(folder, "cpu").model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
+            for folder in (source, checkpoint)
+        )
+        return float((aim.exp() * (aim - served)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("llama", "mxfp4"), ("mixtral", "mxfp4_fp8")])
+def test_tuned_norms_lose_less_on_held_out_samples(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, scheme: str
+) -> None:
+    monkeypatch.setattr(tuning, "RATE", 0.02)
+    made = Made(models(name), scheme, "quark", tmp_path)
+    result = made.rounded(blocks, batch=2, settings=replace(SETTINGS, scaling=scheme == "mxfp4"))
+    assert result.tuning is not None
+    assert result.tuning.step > 0
+    assert result.tuning.after < result.tuning.before
+    checkpoint = written(made, result)
+    inspection = inspect_checkpoint(checkpoint, made.structure, source=made.source)
+    assert inspection.passed, inspection.summary()
+    held_out = torch.split(blocks, 2)[7]
+    served = divergence(made.source.folder, checkpoint.folder, held_out)
+    # By another runtime, in float32: a router there sends a token elsewhere now and then.
+    assert served == pytest.approx(result.tuning.after, rel=0.1)
+
+
+def test_a_model_whose_held_out_divergence_would_rise_keeps_the_bytes_of_gptq(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_gptq = Made(models("llama"), "mxfp4", "quark", tmp_path / "gptq")
+    training = torch.cat([batch for number, batch in enumerate(torch.split(blocks, 2)) if number % 8 != 7])
+    expected = written(by_gptq, by_gptq.rounded(training, batch=2, settings=replace(SETTINGS, tuning=None)))
+    monkeypatch.setattr(tuning, "RATE", 100.0)
+    made = Made(models("llama"), "mxfp4", "quark", tmp_path / "tuned")
+    result = made.rounded(blocks, batch=2, settings=replace(SETTINGS, tuning=TuningSettings(2, 0.125)))
+    assert result.tuning is not None
+    assert (result.tuning.step, result.tuning.after) == (0, result.tuning.before)
+    assert bytes_of(written(made, result)) == bytes_of(expected)
+
+
+def test_a_killed_run_and_several_devices_make_the_same_bytes(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "RATE", 0.02)
+    whole = Made(models("mixtral"), "mxfp4", "quark", tmp_path / "whole")
+    result = whole.rounded(blocks, 2, batch=2, settings=SETTINGS)
+    expected = bytes_of(written(whole, result))
+    killed = Made(models("mixtral"), "mxfp4", "quark", tmp_path / "killed")
+    descend, steps = tuning._State.descend, list[int]()
+
+    def stops(state: Any, *rest: Any) -> None:
+        steps.append(state.step)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        descend(state, *rest)
+
+    monkeypatch.setattr(tuning._State, "descend", stops)
+    with pytest.raises(KeyboardInterrupt):
+        killed.rounded(blocks, batch=2, settings=SETTINGS)
+    monkeypatch.setattr(tuning, "free_bytes", lambda _: 0)  # one layer's weights at a time make the same
+    resumed = killed.rounded(blocks, batch=2, settings=SETTINGS)
+    assert steps[5:7] == [5, 5], "it goes on behind the last evaluation"
+    assert resumed.tuning == result.tuning
+    assert bytes_of(written(killed, resumed)) == expected
