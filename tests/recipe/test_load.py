@@ -87,8 +87,8 @@ def test_a_fault_names_the_file_that_has_it(write: Write) -> None:
         'base.yaml:2:24: quantization.scheme: found "fp7", expected one of ptpc_fp8, fp8, fp8_block, mxfp4, '
         "mxfp4_weight_only, mxfp4_fp8, mxfp6_e2m3, mxfp6_e3m2, mxfp8, nvfp4, nvfp4_weight_only, "
         'int8_w8a8, w4a16, auto (did you mean "fp8"?)',
-        "base.yaml:3:10: target.gpu: found an unknown key, expected one of gpus, hardware, max_model_len, mx_scales, "
-        'workload (did you mean "gpus"?)',
+        "base.yaml:3:10: target.gpu: found an unknown key, expected one of aiter, gpus, hardware, max_model_len, "
+        'mx_scales, workload (did you mean "gpus"?)',
         'r.yaml:3:16: target.gpus: found "none", expected a whole number of at least 1',
     ]
 

@@ -3,8 +3,8 @@
 The reference model's inputs were not rounded and saw no layer that was (GPTAQ, arXiv 2504.02692); its hidden states
 differ by what the layers before lost (QEP, arXiv 2504.09629).
 
-A weight moves as far as tokens that it was not fitted to do not lose by it, which for narrow texts may be not at all. It moves
-no further than an inspection accepts: inputs of low rank would let least squares change it at will.
+A weight moves as far as tokens that it was not fitted to do not lose by it, which for narrow texts may be not at all.
+It moves no further than an inspection accepts: inputs of low rank would let least squares change it at will.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class GptqRunner(LayerRunner):
         facts = [facts, sorted(replicas[0].owned.items()), {"parts": PARTS}]
         super().__init__(replicas, batches, activations, facts, advance)
         self.roundings, self._reference = roundings, reference
-        self._held_out = held_out_rows(batches)
+        self._held_out = dict(enumerate(held_out_rows(batches)))
         self._summed = len(self.parts)
         self._traces: dict[tuple[str, ...], tuple[str, LayerTrace]] = {}
         self._lock = threading.Lock()
@@ -183,6 +183,9 @@ class GptqRunner(LayerRunner):
         """
         count = len(self.parts)
         self._summed = max(1, min(count - 1, count - round(share * count)))
+        summed = sorted(chain(*self.parts[: self._summed]))
+        rows = held_out_rows([self.batches[number] for number in summed])
+        self._held_out = dict(zip(summed, rows, strict=True))
         return sorted(chain(*self.parts[self._summed :]))
 
     def reference_states(self) -> list[States]:

@@ -54,7 +54,7 @@ def divergence(source: Path, checkpoint: Path, tokens: torch.Tensor) -> float:
 def test_tuned_norms_lose_less_on_held_out_samples(
     models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, scheme: str
 ) -> None:
-    monkeypatch.setattr(tuning, "RATE", 0.02)
+    monkeypatch.setattr(tuning, "RATE", 0.01)
     made = Made(models(name), scheme, "quark", tmp_path)
     result = made.rounded(blocks, batch=2, settings=replace(SETTINGS, scaling=scheme == "mxfp4"))
     assert result.tuning is not None
@@ -86,7 +86,7 @@ def test_a_model_whose_held_out_divergence_would_rise_keeps_the_bytes_of_gptq(
 def test_a_killed_run_and_several_devices_make_the_same_bytes(
     models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "RATE", 0.02)
+    monkeypatch.setattr(tuning, "RATE", 0.01)
     whole = Made(models("mixtral"), "mxfp4", "quark", tmp_path / "whole")
     result = whole.rounded(blocks, 2, batch=2, settings=SETTINGS)
     expected = bytes_of(written(whole, result))
