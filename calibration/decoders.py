@@ -14,7 +14,7 @@ from functools import cache
 from math import lcm
 from typing import Final
 
-from quantmint.calibration.elements import NIBBLES_AWQ, decode_elements, power, unpack_int4
+from quantmint.calibration.elements import NIBBLES_AWQ, bits, decode_elements, power, unpack_int4
 from quantmint.calibration.lazy import torch
 
 BLOCK = 128
@@ -82,7 +82,7 @@ def _by_group(numbers: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | 
 
 
 def _decode_mxfp8(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _by_group(weight.float(), power(scales[0]))
+    return _by_group(weight.float(), power(bits(scales[0])))
 
 
 @cache
@@ -93,14 +93,14 @@ def _pairs(device: torch.device) -> torch.Tensor:
 
 
 def _decode_mxfp4(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Decode MXFP4, uint8 [O, I/2] with E8M0 scales, to bfloat16 [O, I], by a table with two elements for each byte.
+    """Decode MXFP4, bytes [O, I/2] with E8M0 scales, to bfloat16 [O, I], by a table with two elements for each byte.
 
     An element times a power of two is exact in bfloat16.
     """
     rows, columns = weight.shape
-    numbers = _pairs(weight.device).index_select(0, weight.reshape(-1).int()).view(torch.bfloat16)
+    numbers = _pairs(weight.device).index_select(0, bits(weight).reshape(-1).int()).view(torch.bfloat16)
     groups = numbers.view(rows, -1, 2 * columns // scales[0].shape[1])
-    return groups.mul_(power(scales[0]).to(torch.bfloat16).unsqueeze(-1)).view(rows, 2 * columns)
+    return groups.mul_(power(bits(scales[0])).to(torch.bfloat16).unsqueeze(-1)).view(rows, 2 * columns)
 
 
 def _decode_mxfp4_stack(weight: torch.Tensor, scales: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -211,6 +211,7 @@ def _decode_gptq(weight: torch.Tensor, scales: Sequence[torch.Tensor], offset: i
 
 ENCODINGS: Final[Mapping[str, Encoding]] = {
     "fp8_block": Encoding(lambda weight, scales: decode_blocks(weight, scales[0]), (BLOCK,)),
+    "fp8_block_e8m0": Encoding(lambda weight, scales: decode_blocks(weight, power(bits(scales[0]))), (BLOCK,)),
     "fp8_channel": Encoding(_decode_fp8),
     "fp8_tensor": Encoding(_decode_fp8, (WHOLE,)),
     "mxfp8": Encoding(_decode_mxfp8),
@@ -253,5 +254,5 @@ def _widened(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, f
     if int((weight.view(torch.uint8) & _E4M3_NAN).amax()) == _E4M3_NAN:
         return weight.float(), 1.0
     # Sign, five bits of exponent and ten of mantissa, of which FP8 has the lowest four and the highest three.
-    bits = weight.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080)
-    return bits.view(torch.float16).float(), factor
+    fields = weight.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4080)
+    return fields.view(torch.float16).float(), factor

@@ -98,6 +98,11 @@ def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     return (nibbles.flatten(1) - 8).float()
 
 
+def bits(stored: torch.Tensor) -> torch.Tensor:
+    """Return stored bytes as uint8, a view where they are int8 (packed elements) or float8_e8m0fnu (exponents)."""
+    return stored.view(torch.uint8) if stored.dtype in (torch.int8, torch.float8_e8m0fnu) else stored
+
+
 def power(exponent: torch.Tensor) -> torch.Tensor:
     """Return 2 ** (exponent - 127) in float32 for E8M0 bytes (uint8); NaN for 255."""
     # By their bits: exp2 is not exact for every integer everywhere, and ldexp runs on the current GPU alone. Of

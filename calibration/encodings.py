@@ -6,10 +6,11 @@ A weight lies in one tensor of elements, ``X.weight``, ``X.weight_packed`` or ``
 Dtypes and shapes tell the encodings apart:
 
     fp8_block    F8_E4M3 [O, I]; ``_scale_inv``, or ``_scale``, [ceil(O/128), ceil(I/128)]
+    fp8_block_e8m0  the same, with scales F8_E8M0
     fp8_channel  F8_E4M3 [O, I]; ``_scale`` [O] or [O, 1]
     fp8_tensor   F8_E4M3 [O, I]; ``_scale`` [] or [1]
-    mxfp8        F8_E4M3 [O, I]; ``_scale`` U8 [O, I/32], E8M0
-    mxfp4        U8 [O, I/2]; ``_scale`` U8 [O, I/32], E8M0
+    mxfp8        F8_E4M3 [O, I]; ``_scale`` U8 or F8_E8M0 [O, I/32]
+    mxfp4        U8 or I8 [O, I/2]; ``_scale`` U8 or F8_E8M0 [O, I/32]
     nvfp4        U8 [O, I/2]; ``_scale`` F8_E4M3 [O, I/16]; ``_global_scale`` F32, by which scales are divided
     nvfp4_by     the same; ``_scale_2`` F32, by which scales are multiplied, as ModelOpt writes it
     int4         I32 [O, I/8], symmetric; ``_scale`` [O, n] for n groups of inputs; ``_shape``
@@ -18,12 +19,14 @@ Dtypes and shapes tell the encodings apart:
     gptq         ``qweight`` I32 [I/8, O]; ``qzeros`` I32 [n, O/8], less by 1; ``scales`` [n, O]; ``g_idx`` I32 [I]
     gptq_v2      the same, with zero points as they are
     mxfp4_stack  of experts: ``_blocks`` U8 [E, O, I/32, 16]; ``_scales`` U8 [E, O, I/32], E8M0
+
+DeepSeek V4 calls the scale of ``X.weight`` ``X.scale``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -36,6 +39,7 @@ SCALE_SUFFIX = "_scale_inv"
 BLOCKS = "_blocks"
 """Ends the name of a stack of experts in MXFP4 that gpt-oss publishes."""
 _FLOATS = ("F32", "BF16", "F16")
+_POWERS = ("U8", "F8_E8M0")  # both hold the exponent of a power of two
 
 Stored = tuple[str, tuple[int, ...]]
 """Dtype by its safetensors name, and shape."""
@@ -81,36 +85,50 @@ def recognise(tensors: Mapping[str, Stored], name: str, declared: Mapping[str, A
     if len(shape) != 2 or not name.endswith((".weight", ".weight_packed")):
         return None
     stem = plain_name(name)
-    scale = tensors.get(f"{stem}_scale") or tensors.get(f"{stem}{SCALE_SUFFIX}")
-    if scale is None:
+    scales_name = scale_of(tensors, stem)
+    if scales_name is None:
         return None
-    scale_name = f"{stem}_scale" if f"{stem}_scale" in tensors else f"{stem}{SCALE_SUFFIX}"
-    (rows, stored), (scale_dtype, scale_shape) = shape, scale
+    (rows, stored), (scale_dtype, scale_shape) = shape, tensors[scales_name]
     if dtype == "F8_E4M3":
-        if scale_dtype == "U8" and scale_shape == (rows, stored // 32):
-            return Encoded("mxfp8", (scale_name,))
-        if scale_dtype not in _FLOATS:
-            return None
-        if scale_shape in ((), (1,), (1, 1)):
-            return Encoded("fp8_tensor", (scale_name,))
-        if scale_shape in ((rows,), (rows, 1)):
-            return Encoded("fp8_channel", (scale_name,))
-        if scale_shape == (ceil(rows / BLOCK), ceil(stored / BLOCK)):
-            return Encoded("fp8_block", (scale_name,))
-    elif dtype == "U8" and scale_dtype == "U8" and scale_shape == (rows, stored // 16) and not stored % 16:
-        return Encoded("mxfp4", (scale_name,))
-    elif dtype == "U8" and scale_dtype == "F8_E4M3" and scale_shape == (rows, stored // 8) and not stored % 8:
+        fp8 = _recognise_fp8((rows, stored), scale_dtype, scale_shape)
+        return None if fp8 is None else Encoded(fp8, (scales_name,))
+    is_packed = dtype in ("U8", "I8") and scale_shape == (rows, stored // 16) and not stored % 16
+    if is_packed and scale_dtype in _POWERS:
+        return Encoded("mxfp4", (scales_name,))
+    if dtype == "U8" and scale_dtype == "F8_E4M3" and scale_shape == (rows, stored // 8) and not stored % 8:
         for encoding, suffix in (("nvfp4", "_global_scale"), ("nvfp4_by", "_scale_2")):
             if f"{stem}{suffix}" in tensors:
-                return Encoded(encoding, (scale_name, f"{stem}{suffix}"))
+                return Encoded(encoding, (scales_name, f"{stem}{suffix}"))
     elif dtype == "I32" and scale_dtype in _FLOATS:
         groups = scale_shape[1] if len(scale_shape) == 2 and scale_shape[0] == rows else 0
         if groups and not 8 * stored % groups:
             zeros = tensors.get(f"{stem}_zero_point")
             if zeros == ("I32", (ceil(rows / 8), groups)):
-                return Encoded("int4_zero", (scale_name, f"{stem}_zero_point"))
-            return None if zeros is not None or _has_zero_points(declared or {}) else Encoded("int4", (scale_name,))
+                return Encoded("int4_zero", (scales_name, f"{stem}_zero_point"))
+            return None if zeros is not None or _has_zero_points(declared or {}) else Encoded("int4", (scales_name,))
     return None
+
+
+def scale_of(tensors: Collection[str], weight: str) -> str | None:
+    """Return the name of the tensor with the scales of a ``weight``, by its plain name; None where there is none."""
+    names = (f"{weight}_scale", f"{weight}{SCALE_SUFFIX}", f"{weight.removesuffix('.weight')}.scale")
+    return next((name for name in names if name in tensors), None)
+
+
+def _recognise_fp8(shape: tuple[int, int], scale_dtype: str, scale_shape: tuple[int, ...]) -> str | None:
+    """Return the encoding of E4M3 elements of a ``shape`` [O, I]; None for scales that no rule knows."""
+    (rows, columns), blocks = shape, tuple(ceil(size / BLOCK) for size in shape)
+    if scale_dtype in _POWERS and scale_shape == (rows, columns // 32):
+        return "mxfp8"
+    if scale_dtype == "F8_E8M0" and scale_shape == blocks:
+        return "fp8_block_e8m0"
+    if scale_dtype not in _FLOATS:
+        return None
+    if scale_shape in ((), (1,), (1, 1)):
+        return "fp8_tensor"
+    if scale_shape in ((rows,), (rows, 1)):
+        return "fp8_channel"
+    return "fp8_block" if scale_shape == blocks else None
 
 
 def _recognise_turned(tensors: Mapping[str, Stored], name: str, declared: Mapping[str, Any]) -> Encoded | None:

@@ -301,6 +301,55 @@ def to_blocks(weight: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, tor
     return codes.to(torch.float8_e4m3fn), scales
 
 
+def encode_v4(folder: Path, out: Path) -> Path:
+    """Copy a 16-bit DeepSeek V4 into ``out`` as its release stores it; return ``out``.
+
+    Routed experts are MXFP4, ``X.weight`` I8 [O, I / 2] with ``X.scale`` F8_E8M0 [O, I / 32]. Other linear weights that
+    a release quantizes are F8_E4M3 in blocks of 128 x 128 with ``X.scale`` F8_E8M0. The rest stays as it is.
+    """
+    import torch
+
+    _copy(folder, out)
+    encoded: Tensors = {}
+    for name, tensor in read(out).items():
+        module = name.removesuffix(".weight")
+        if module == name or not _V4_BLOCKS.search(name):
+            encoded[name] = tensor
+        elif ".experts." in name:
+            encoded[name], encoded[f"{module}.scale"] = _to_mxfp4(tensor)
+        else:
+            scales = to_blocks(tensor)[1].log2().ceil().exp2()  # powers of two, none below the block's own
+            wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(tensor), : tensor.shape[1]]
+            encoded[name] = (tensor.float() / wide).to(torch.float8_e4m3fn)
+            encoded[f"{module}.scale"] = scales.to(torch.float8_e8m0fnu)
+    write(out, encoded)
+    declared = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "scale_fmt": "ue8m0",
+    }
+    write_config(out, {**read_config(out), "expert_dtype": "fp4", "quantization_config": declared})
+    return out
+
+
+_V4_BLOCKS = re.compile(r"\.(w[123]|wq_a|wq_b|wkv|wo_a|wo_b|[eh]_proj)\.weight$(?<!compressor\.wkv\.weight)")
+
+
+def _to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode a matrix [O, I] as MXFP4: int8 [O, I / 2], low bits first, and F8_E8M0 [O, I / 32]."""
+    import torch
+
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    groups = weight.float().unflatten(1, (-1, 32))
+    scales = (groups.abs().amax(2) / 6).clamp(min=2.0**-126).log2().ceil().exp2()
+    quotient = groups / scales.unsqueeze(2)
+    codes = (quotient.abs().unsqueeze(-1) - values).abs().argmin(-1) + 8 * (quotient < 0)
+    low, high = codes.flatten(1).unflatten(1, (-1, 2)).unbind(-1)
+    return (low | high << 4).to(torch.uint8).view(torch.int8), scales.to(torch.float8_e8m0fnu)
+
+
 def encode_int4(folder: Path, out: Path, group: int = 32) -> Path:
     """Copy a 16-bit model into ``out`` as Kimi's releases: single experts in INT4, in groups of inputs; return ``out``.
 

@@ -48,10 +48,11 @@ computed: see [below](#refusals).
 
 _SOURCES: Mapping[str, str] = {
     "FP8 in blocks of 128 x 128": "fp8_block",
+    "FP8 in blocks with E8M0 scales (DeepSeek V4)": "fp8_block_e8m0",
     "FP8 by channel": "fp8_channel",
     "FP8 by tensor": "fp8_tensor",
     "MXFP8": "mxfp8",
-    "MXFP4, that of gpt-oss too": "mxfp4",
+    "MXFP4, that of gpt-oss and DeepSeek V4 too": "mxfp4",
     "NVFP4": "nvfp4",
     "NVFP4 of ModelOpt": "nvfp4_by",
     "INT4 of compressed-tensors, groups of 128": "int4",
@@ -69,7 +70,8 @@ are copied. *Exact*: another format that holds the very numbers; in FP8 where th
 binades. *In part*: exact where FP8 happens to hold all numbers behind a scale, else rounded. *Rounded*: with a loss in
 dB against the decoded source, which `quantize` and `inspect` print. NVFP4 keeps its bytes in `nvfp4`.
 `tests/commands/test_source_outcomes.py` makes each of these checkpoints, but for gpt-oss
-(`tests/commands/test_gpt_oss.py`) and ModelOpt (`tests/commands/test_encoded_sources.py`).
+(`tests/commands/test_gpt_oss.py`), DeepSeek V4 (`tests/commands/test_deepseek_v4.py`) and ModelOpt
+(`tests/commands/test_encoded_sources.py`).
 """
 
 

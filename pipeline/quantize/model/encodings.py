@@ -8,7 +8,15 @@ from math import ceil
 from typing import Any
 
 from quantmint.calibration.decoders import BLOCK
-from quantmint.calibration.encodings import MODELOPT, SCALE_SUFFIX, Encoded, is_block_fp8, obstacle, recognise
+from quantmint.calibration.encodings import (
+    MODELOPT,
+    SCALE_SUFFIX,
+    Encoded,
+    is_block_fp8,
+    obstacle,
+    recognise,
+    scale_of,
+)
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import TensorInfo
 from quantmint.pipeline.recipe.modules import declared_quantization
@@ -101,23 +109,31 @@ def source_encoding(config: Mapping[str, Any], tensors: Mapping[str, tuple[str, 
     return encoding
 
 
+_BLOCK_SCALES = {"F32": "fp8_block", "BF16": "fp8_block", "F8_E8M0": "fp8_block_e8m0"}
+_MX_SCALES = {"F8_E8M0": "mxfp4", "U8": "mxfp4"}
+
+
 def _block_weights(tensors: Mapping[str, tuple[str, TensorInfo]]) -> dict[str, Encoded]:
+    """Map each weight in FP8 blocks to its encoding, and each of DeepSeek V4's experts in MXFP4, which is I8."""
     weights: dict[str, Encoded] = {}
     for name, (_, info) in tensors.items():
-        if info.dtype != "F8_E4M3":
+        if info.dtype != "F8_E4M3" and (info.dtype != "I8" or not name.endswith(".weight")):
             continue
-        scale = tensors.get(name + SCALE_SUFFIX)
-        if scale is None or len(info.shape) != 2:
+        scale_name = scale_of(tensors, name)
+        if scale_name is None or len(info.shape) != 2:
             raise UserError(
-                f"{name}: it is F8_E4M3 {list(info.shape)}, but there is no {name + SCALE_SUFFIX} to decode it."
+                f"{name}: it is {info.dtype} {list(info.shape)}, but there is no {name + SCALE_SUFFIX} to decode it."
             )
-        blocks = tuple(ceil(size / BLOCK) for size in info.shape)
-        if scale[1].shape != blocks or scale[1].dtype not in ("F32", "BF16"):
+        (rows, columns), scale = info.shape, tensors[scale_name][1]
+        is_mx = info.dtype == "I8"
+        expected = (rows, columns // 16) if is_mx else (ceil(rows / BLOCK), ceil(columns / BLOCK))
+        encoding = (_MX_SCALES if is_mx else _BLOCK_SCALES).get(scale.dtype)
+        if encoding is None or scale.shape != expected:
             raise UserError(
-                f"{name + SCALE_SUFFIX}: it is {scale[1].dtype} {list(scale[1].shape)}, expected F32 {list(blocks)} "
-                f"for {name} {list(info.shape)}."
+                f"{scale_name}: it is {scale.dtype} {list(scale.shape)}, expected {'F8_E8M0' if is_mx else 'F32'} "
+                f"{list(expected)} for {name} {list(info.shape)}."
             )
-        weights[name] = Encoded("fp8_block", (name + SCALE_SUFFIX,))
+        weights[name] = Encoded(encoding, (scale_name,))
     return weights
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from quantmint.calibration.encodings import Encoded, plain_name
+from quantmint.calibration.encodings import Encoded, plain_name, scale_of
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import STACKS, is_interleaved
 from quantmint.pipeline.base.errors import UserError
@@ -296,9 +296,11 @@ def single_shape(tensors: Mapping[str, tuple[str, TensorInfo]], name: str, shape
 
     Experts of one list may have different widths (ERNIE's for text and for images).
     """
-    info, scale = tensors[name][1], tensors.get(f"{plain_name(name)}_scale")
-    if info.dtype in _WHOLE and len(info.shape) == 2:
+    info, scale_name = tensors[name][1], scale_of(tensors, plain_name(name))
+    scale = None if scale_name is None else tensors[scale_name][1]
+    is_mx = scale is not None and scale.dtype in ("U8", "F8_E8M0") and len(scale.shape) == 2
+    if info.dtype in _WHOLE and len(info.shape) == 2 and not (info.dtype == "I8" and is_mx):
         return info.shape[0], info.shape[1]
-    if scale is not None and scale[1].dtype == "U8" and len(scale[1].shape) == 2:
-        return info.shape[0], scale[1].shape[1] * _MX_GROUP
+    if scale is not None and is_mx:
+        return info.shape[0], scale.shape[1] * _MX_GROUP
     return shape

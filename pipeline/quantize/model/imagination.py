@@ -31,7 +31,9 @@ def imagined_tensors(
     declared = declared_quantization(config)
     if declared is not None and linear:
         is_stacked = declared.get("quant_method") == "mxfp4"
-        tensors = _encode_stacks(tensors) if is_stacked else _encode(tensors, _stored_by_kind(declared, linear))
+        is_v4 = "expert_dtype" in config and is_block_fp8(declared)
+        stores = _stored_in_v4(config, linear) if is_v4 else _stored_by_kind(declared, linear)
+        tensors = _encode_stacks(tensors) if is_stacked else _encode(tensors, stores)
     laid_out: dict[str, tuple[str, TensorInfo]] = {}
     position = 0
     for name, (dtype, shape) in tensors.items():
@@ -164,6 +166,20 @@ def _store_turned(method: str, group: object, module: str, shape: tuple[int, int
         f"{module}.scales": ("F16", (groups, rows)),
         **order,
     }
+
+
+def _stored_in_v4(config: Mapping[str, Any], linear: Collection[str]) -> dict[str, Store]:
+    """Return how DeepSeek V4 stores each kind of linear module: routed experts in MXFP4 if config.json says so."""
+    is_fp4 = config.get("expert_dtype") == "fp4"
+    return {_relative(module): partial(_store_v4, is_fp4 and ".experts." in module) for module in linear}
+
+
+def _store_v4(is_fp4: bool, module: str, shape: tuple[int, int]) -> Tensors:
+    rows, columns = shape
+    if is_fp4:
+        return {f"{module}.weight": ("I8", (rows, columns // 2)), f"{module}.scale": ("F8_E8M0", (rows, columns // 32))}
+    blocks = (ceil(rows / BLOCK), ceil(columns / BLOCK))
+    return {f"{module}.weight": ("F8_E4M3", shape), f"{module}.scale": ("F8_E8M0", blocks)}
 
 
 def _store_blocks(module: str, shape: tuple[int, int]) -> Tensors:

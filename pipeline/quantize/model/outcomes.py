@@ -21,6 +21,7 @@ from quantmint.pipeline.quantize.schemes.registry import SCHEMES
 
 _TITLES = {
     "fp8_block": "FP8 in blocks",
+    "fp8_block_e8m0": "FP8 in blocks with E8M0 scales",
     "fp8_channel": "FP8 by channel",
     "fp8_tensor": "FP8 by tensor",
     "mxfp8": "MXFP8",
@@ -37,11 +38,16 @@ _TITLES = {
 
 
 _MXFP4 = ("mxfp4", "mxfp4_stack")
+_E4M3 = ("mxfp8", "fp8_block_e8m0")  # with powers of two as scales
 _SAME = {
-    "fp8_block": "fp8_block", "fp8_channel": "ptpc_fp8", "fp8_tensor": "ptpc_fp8", "mxfp8": "mxfp8",
+    "fp8_block": "fp8_block", "fp8_block_e8m0": "fp8_block", "fp8_channel": "ptpc_fp8", "fp8_tensor": "ptpc_fp8",
+    "mxfp8": "mxfp8",
     "mxfp4": "mxfp4", "mxfp4_stack": "mxfp4", "nvfp4": "nvfp4", "int4": "w4a16",
 }  # fmt: skip
-"""Schemes that store weights as an encoding does; those of one scale get it for every channel."""
+"""Schemes that store weights as an encoding does.
+
+Those of one scale get it for every channel; E8M0 scales of blocks become the same numbers in float32.
+"""
 
 
 def encodings_in_words(encoded: Iterable[Encoded]) -> str:
@@ -74,6 +80,8 @@ def source_scheme(encoding: str, rounds_inputs: bool) -> str | None:
 def expected_outcome(encoding: str, name: str) -> str:
     """Return what becomes of weights in an encoding that are quantized to the scheme ``name``, as a verb phrase."""
     if stores_as(encoding, name):
+        if encoding == "fp8_block_e8m0":
+            return "keep their numbers"
         return (
             "keep their bytes"
             if encoding != "int4"
@@ -81,7 +89,7 @@ def expected_outcome(encoding: str, name: str) -> str:
         )
     if encoding in _MXFP4 and SCHEMES[name].exact is not None:
         return "keep their numbers where the exponents behind a scale span 14 binades, and are rounded again elsewhere"
-    if encoding == "mxfp8" and SCHEMES[name].exact is not None:
+    if encoding in _E4M3 and (SCHEMES[name].exact is not None or stores_as("mxfp8", name)):
         return "keep their numbers where FP8 holds them under one scale, and are rounded again elsewhere"
     if encoding in _MXFP4 and stores_as("mxfp8", name):
         return "keep their numbers"

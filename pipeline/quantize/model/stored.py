@@ -6,6 +6,7 @@ A checkpoint can declare it where its layout has a scheme with the same elements
     source                                    checkpoint, compressed-tensors
     X.weight            F8_E4M3 [O, I]        X.weight        the same bytes
     X.weight_scale_inv  F32 [O/128, I/128]    X.weight_scale  the same bytes
+    X.scale         F8_E8M0 [O/128, I/128]    X.weight_scale  the same numbers, F32
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
 )
 """Every kernel of the streaming engine, by name."""
 
-_FEW_BITS = frozenset({"mxfp4", "mxfp4_stack", "mxfp8"})  # encodings whose numbers are elements times powers of two
+# Encodings whose numbers are elements times powers of two.
+_FEW_BITS = frozenset({"mxfp4", "mxfp4_stack", "mxfp8", "fp8_block_e8m0"})
 
 
 def kernel_name(scheme: str, checkpoint_format: str, encoding: str | None = None) -> str:

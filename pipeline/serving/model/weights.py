@@ -35,7 +35,7 @@ _FOUR_NORMS = ("gemma2", "gemma3", "olmo2", "glm4")
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_SCALES = re.compile(r"(_scale|_scale_inv|_scales|\.scales|\.qzeros|\.g_idx|_zero_point|weight_shape|_scale_2)$")
+_SCALES = re.compile(r"(_scale|_scale_inv|_scales|\.scales?|\.qzeros|\.g_idx|_zero_point|weight_shape|_scale_2)$")
 
 # The first pattern that matches a tensor's name decides, so experts stand before dense projections.
 _ROLES: tuple[tuple[str, Role, Split], ...] = (

@@ -137,6 +137,7 @@ STATIC_ROLES = frozenset({"input_scale", "input_global_scale", "k_scale", "v_sca
 """Roles of tensors that no kernel makes: measured ranges decide them, or a weight's shape."""
 NUMBERS = frozenset({"BF16", "F16", "F32"})
 """Dtypes of weights that can be quantized."""
+_BYTES = {"I8": "U8", "F8_E8M0": "U8"}  # dtypes of packed elements and exponents, whose bytes are those of U8
 _KEYS = ("k_proj", "qkv_proj")  # what computes K; Phi-3 has the latter
 _ALIGNMENT = 8  # bytes; the widest element that PyTorch views in place
 
@@ -317,15 +318,20 @@ class _Layouter:
         if any(member is None or member.encoding != encoded.encoding for member in fused):
             return None
         scale_dtype = origin.scales[0].info.dtype if origin.scales[0].info.dtype in NUMBERS else origin.dtype
+        if encoded.encoding == "fp8_block_e8m0":  # float32 holds the powers of two
+            scale_dtype = "F32"
         outputs = weight_tensors(self._format, scheme, module, (origin.shape[0], origin.shape[1]), scale_dtype)
         first = 0 if origin.expert is None else 1
         stored: list[tuple[str, tuple[int, ...]]] = [(origin.place.info.dtype, origin.matrix)]
         stored += [(place.info.dtype, place.info.shape[first:]) for place in origin.scales]
         if encoded.encoding == "fp8_tensor":  # a scale that every channel gets
             stored[1:] = [(dtype, (origin.shape[0],)) for dtype, _ in stored[1:]]
+        if encoded.encoding == "fp8_block_e8m0":
+            stored[1:] = [(scale_dtype, shape) for _, shape in stored[1:]]
         # A scale of channels is [O] or [O, 1].
         same = [(out.dtype, _without_ones(out.shape)) for out in outputs if out.role not in STATIC_ROLES]
-        return outputs if same == [(dtype, _without_ones(shape)) for dtype, shape in stored] else None
+        as_bytes = [(_BYTES.get(dtype, dtype), _without_ones(shape)) for dtype, shape in stored]
+        return outputs if same in ([(dtype, _without_ones(shape)) for dtype, shape in stored], as_bytes) else None
 
     def _shared(self, shared_scales: bool) -> dict[str, tuple[Origin, ...]]:
         """Return, for each module that shares a scale with others, the origins of all weights of that scale."""

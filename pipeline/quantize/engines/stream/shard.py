@@ -23,6 +23,7 @@ from pathlib import Path
 from threading import Condition
 from typing import TYPE_CHECKING, NamedTuple
 
+from quantmint.calibration.elements import bits, power
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.quantize.engines.stream.plan import (
@@ -255,13 +256,15 @@ class OpenShard:
     def _pass(self, worker: Worker, piece: Piece) -> None:
         """Write the bytes of a weight whose source has the scheme's format; a scale that is not finite is refused."""
         step = piece.step
-        parts = worker.stored(self._files, step.origin, piece.first, piece.last)
+        parts = [bits(part) for part in worker.stored(self._files, step.origin, piece.first, piece.last)]
         with worker.clock("compute"):
             for number, part in enumerate(parts):
                 self._require_finite(step.origin, _largest_stored(part, is_scale=number > 0))
         encoded = step.origin.encoded
         if encoded is not None and encoded.encoding == "fp8_tensor":  # which becomes FP8 by channel
             parts[1] = parts[1].reshape(1).repeat(piece.last - piece.first)
+        elif encoded is not None and encoded.encoding == "fp8_block_e8m0":
+            parts[1] = power(parts[1])
         roles = (out.role for out in step.outputs if out.role not in STATIC_ROLES)
         flat = {role: part.reshape(-1).view(torch.uint8) for role, part in zip(roles, parts, strict=True)}
         self._store(worker, piece, flat, Error(count=(piece.last - piece.first) * step.origin.shape[1]))

@@ -1,0 +1,138 @@
+"""DeepSeek V4 as it is published: routed experts in MXFP4, other linear weights in FP8 blocks, all scales E8M0."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.model.structure import imagine, read_structure
+from quantmint.pipeline.quantize.schemes.registry import dequantize
+from tests.commands.test_encoded_sources import stored
+from tests.commands.test_integer_sources import written
+from tests.zoo.models import build, encode_v4, table
+
+Quantmint = Callable[..., Any]
+Tensors = dict[str, torch.Tensor]
+
+EXPERTS, OTHERS = 3 * 4 * 3, 3 * 8 + 1  # in 3 layers; the indexer of one layer has a weight in FP8
+SIZES = {"head_dim": 128, "num_nextn_predict_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Write the model with a predictor as it is published, and as transformers dequantizes it."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    folder, entry = tmp_path_factory.mktemp("v4"), table()["deepseek_v4"]
+    with patch.dict(entry, {"config": {**entry["config"], **SIZES}}):
+        model = build("deepseek_v4", folder / "model")
+    tensors = load_file(model / "model.safetensors")
+    tensors |= {n.replace("layers.2.", "mtp.0."): t.clone() for n, t in tensors.items() if n.startswith("layers.2.")}
+    tensors |= {f"mtp.0.{name}_proj.weight": tensors["layers.0.attn.wo_b.weight"][:, :128].clone() for name in "eh"}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    published = encode_v4(model, folder / "published")
+    encoded, decode = load_file(published / "model.safetensors"), Fp8Dequantize(None)._dequantize_one
+    plain = {
+        name: tensor if scale is None else decode(tensor, scale)
+        for name, tensor in encoded.items()
+        for scale in [encoded.get(f"{name.removesuffix('.weight')}.scale")]
+        if not name.endswith(".scale")
+    }
+    assert plain.keys() == tensors.keys()
+    assert all(tensor.dtype == tensors[name].dtype for name, tensor in plain.items())
+    return published, written(model, folder / "plain", plain, None)
+
+
+def weights(folder: Path, scheme: Callable[[str], str]) -> Tensors:
+    """Return the decoded weights of the quantized modules of a checkpoint, float32, by module."""
+    tensors, decoded = stored(folder), {}
+    for name in tensors:
+        module, _, role = name.rpartition(".")
+        if role == "weight_scale":
+            roles = ("weight_packed", "weight", "weight_scale")
+            parts = {role: tensors[f"{module}.{role}"] for role in roles if f"{module}.{role}" in tensors}
+            decoded[module] = dequantize(scheme(module), parts)
+    return decoded
+
+
+@pytest.mark.parametrize("scheme", ["ptpc_fp8", "mxfp4", "mxfp8"])
+def test_published_v4_is_decoded(quantmint: Quantmint, tmp_path: Path, sources: tuple[Path, Path], scheme: str) -> None:
+    published, plain = sources
+    made = quantmint("quantize", published, tmp_path / "out", "--scheme", scheme, "--json")
+    assert made.code == 0, made.err
+    exact = EXPERTS if scheme == "mxfp4" else EXPERTS + OTHERS  # none of these numbers is too wide for FP8
+    assert json.loads(made.out)["exact"] == exact
+    inspected = quantmint("inspect", tmp_path / "out", "--source", published)
+    assert inspected.code == 0, inspected.out
+    restored, original = weights(tmp_path / "out", lambda _: scheme), stored(plain)
+    assert len(restored) == EXPERTS + OTHERS
+    equal = [module for module, weight in restored.items() if torch.equal(weight, original[f"{module}.weight"].float())]
+    assert len(equal) == exact
+    bytes_of = stored(published)
+    if scheme == "mxfp4":
+        tensors = stored(tmp_path / "out")
+        for module in equal:
+            assert torch.equal(tensors[f"{module}.weight_packed"], bytes_of[f"{module}.weight"].view(torch.uint8))
+            assert torch.equal(tensors[f"{module}.weight_scale"], bytes_of[f"{module}.scale"].view(torch.uint8))
+    carried = stored(tmp_path / "out")
+    for name in (name for name in original if name.startswith("mtp.") or "norm" in name or "compressor" in name):
+        assert torch.equal(carried[name], original[name]), name
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "quark"])
+def test_published_v4_keeps_its_numbers(
+    quantmint: Quantmint, tmp_path: Path, sources: tuple[Path, Path], layout: str
+) -> None:
+    """Experts in MXFP4 and the rest in FP8 blocks, as the source has them: elements by their bytes."""
+    published, plain = sources
+    out, blocks = tmp_path / "out", ("--exclude", "re:.*attn.*", "--exclude", "re:.*shared_experts.*")
+    made = quantmint(
+        "quantize", published, out, "--scheme", "mxfp4", *blocks, "--keep", "source", "--format", layout, "--json"
+    )
+    assert made.code == 0, made.err
+    assert json.loads(made.out)["exact"] == EXPERTS + OTHERS
+    inspected = quantmint("inspect", out, "--source", published)
+    assert inspected.code == 0, inspected.out
+    restored = weights(out, lambda module: "mxfp4" if ".experts." in module else "fp8_block")
+    original, tensors, source = stored(plain), stored(out), stored(published)
+    assert len(restored) == EXPERTS + OTHERS
+    for module, weight in restored.items():
+        assert torch.equal(weight, original[f"{module}.weight"].float()), module
+        if ".experts." not in module:
+            elements = (folder[f"{module}.weight"].view(torch.uint8) for folder in (tensors, source))
+            assert torch.equal(*elements), module
+            assert torch.equal(tensors[f"{module}.weight_scale"], source[f"{module}.scale"].float())
+
+
+def test_published_v4_is_planned_from_its_configuration(sources: tuple[Path, Path]) -> None:
+    """Encodings are those of the release; some names are transformers's, which has others than the release."""
+    real = open_checkpoint(sources[0])
+    _, imagined = imagine(sources[0])
+    for structure in (imagined, read_structure(sources[0], real.tensors)):
+        assert structure.undecodable is None
+        encodings = (structure.weights[module].encoded for module in structure.linear)
+        counted = Counter(None if encoded is None else encoded.encoding for encoded in encodings)
+        assert counted == {"mxfp4": EXPERTS, "fp8_block_e8m0": OTHERS}
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"), [("attn.wq_a", "F8_E4M3 [128, 128]"), ("ffn.experts.1.w2", "I8 [128, 64]")]
+)
+def test_a_weight_of_v4_without_its_scale_is_named(
+    quantmint: Quantmint, tmp_path: Path, sources: tuple[Path, Path], module: str, expected: str
+) -> None:
+    tensors = stored(sources[0])
+    del tensors[f"layers.1.{module}.scale"]
+    folder = written(sources[0], tmp_path / "broken", tensors, None)
+    refused = quantmint("quantize", folder, tmp_path / "out", "--scheme", "ptpc_fp8")
+    assert refused.code == 2
+    assert f"layers.1.{module}.weight: it is {expected}, but there is no" in refused.err
