@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -292,7 +292,7 @@ class _Reading:
             self._stored[parameter_name].append(plain_name(name))
             if not operations and parameter is not None and info.dtype in (*SIXTEEN_BIT, "F32"):
                 self._require_shape(name, info.shape, owner, tuple(parameter.shape))
-            if parameter_name in self._state and name.endswith(LEFTOVERS):
+            if name.endswith(LEFTOVERS) and self._is_model_scale(name, parameter_name):
                 self._scales.append(name)
             elif self._encoded and (
                 name.endswith(LEFTOVERS) or (parameter_name not in self._state and is_bias_of_gptq(name, self._encoded))
@@ -357,6 +357,22 @@ class _Reading:
             yield from self._faults
             yield from missing_tensors(self._model, self._stored, self._owners, lambda name: self._locate(name)[0])
             yield from unexpected_tensors(self._model, self._stored, self._predictor, self._dropped)
+
+    def _is_model_scale(self, name: str, parameter_name: str) -> bool:
+        """Return whether a tensor called like a quantization's is a parameter of the model or of its predictor.
+
+        A predictor has no modules here: its parameters are known by those of the same last name in the model.
+        """
+        if parameter_name in self._state:
+            return True
+        last = name.rpartition(".")[2]
+        return self._predictor.root(name) is not None and last in self._scale_names
+
+    @cached_property
+    def _scale_names(self) -> frozenset[str]:
+        """Return the last names of the model's parameters that are called like tensors of a quantization."""
+        names = (name for name in self._tensors if name.endswith(LEFTOVERS) and self._predictor.root(name) is None)
+        return frozenset(name.rpartition(".")[2] for name in names if self._locate(name)[0] in self._state)
 
     def _require_shape(self, name: str, shape: Sequence[int], owner: Any, expected: tuple[int, ...]) -> None:
         if tuple(shape) != expected and not stacks_experts(owner):
@@ -425,7 +441,7 @@ class _Reading:
 
     def _carry(self, name: str, parameter_name: str, info: TensorInfo) -> None:
         """Sort a tensor that is no parameter of the model: a buffer, or a part of a multi-token predictor."""
-        if name.endswith(LEFTOVERS) and parameter_name not in self._state:
+        if name.endswith(LEFTOVERS) and not self._is_model_scale(name, parameter_name):
             return
         module = name.rpartition(".")[0]
         root = self._predictor.root(name)
