@@ -18,7 +18,11 @@ TINY = (
     "evaluation: {suite: tiny-recall, runtime: reference}",
     "gate: {throughput: {min_ratio: null}, canary: null, acceptance: null}",
 )
-DTYPES = {None: "torch.bfloat16", "ptpc_fp8": "torch.float8_e4m3fn", "mxfp4": "torch.uint8", "mxfp4_fp8": "torch.uint8"}
+DTYPES = {
+    None: "torch.bfloat16",
+    **dict.fromkeys(("ptpc_fp8", "fp8_block"), "torch.float8_e4m3fn"),
+    **dict.fromkeys(("mxfp4", "mxfp4_fp8"), "torch.uint8"),
+}
 
 
 @dataclass(frozen=True)

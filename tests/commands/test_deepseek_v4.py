@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.structure import imagine, read_structure
 from quantmint.pipeline.quantize.schemes.registry import dequantize
+from tests.commands.cards import Card, assert_card, run_shipped
 from tests.commands.test_encoded_sources import stored
 from tests.commands.test_integer_sources import written
 from tests.zoo.models import build, encode_v4, table
@@ -111,6 +112,15 @@ def test_published_v4_keeps_its_numbers(
             elements = (folder[f"{module}.weight"].view(torch.uint8) for folder in (tensors, source))
             assert torch.equal(*elements), module
             assert torch.equal(tensors[f"{module}.weight_scale"], source[f"{module}.scale"].float())
+
+
+def test_the_shipped_recipe_keeps_what_is_published(quantmint: Quantmint, sources: tuple[Path, Path]) -> None:
+    """Experts in MXFP4 and the rest in FP8 by blocks, as AMD's V4-Pro has them."""
+    folder = run_shipped(quantmint, "deepseekv4flash-mxfp4", sources[0])
+    kept = ["*compressor*", "*weights_proj", "*ffn.gate", "head", "mtp.*"]
+    card = Card(kept, "fp8_block", {"*ffn.experts*": "mxfp4"})
+    counts = assert_card(folder, card)
+    assert (counts["mxfp4"], counts["fp8_block"]) == (EXPERTS, OTHERS)
 
 
 def test_published_v4_is_planned_from_its_configuration(sources: tuple[Path, Path]) -> None:

@@ -26,7 +26,7 @@ from tests.eval.measured import make_launches
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.repo is not None]
-LARGEST = ("deepseek-r1-mxfp4", "kimik2thinking-mxfp4", "kimik25-mxfp4")
+LARGEST = ("deepseek-r1-mxfp4", "deepseekv4flash-mxfp4", "kimik2thinking-mxfp4", "kimik25-mxfp4")
 AMDS = [name for name in SHIPPED if not name.startswith(("llama8b", "llama70b", "llama405b", "mixtral"))]
 """Recipes of models that AMD publishes quantized for nodes of eight."""
 Quantmint = Callable[..., Any]
@@ -100,9 +100,10 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
     assert plan["recipe"] == name
 
     sizes = plan["predicted"]
-    method = json.loads((config / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
-    # Bytes a weight: MXFP4 with what gpt-oss has in 16 bit, INT4 in groups of 32 with what Kimi has.
-    width = {None: 2, "fp8": 1, "mxfp4": 0.56, "compressed-tensors": 0.58}[method]
+    released = json.loads((config / "config.json").read_text())
+    method = released.get("expert_dtype") or released.get("quantization_config", {}).get("quant_method")
+    # Bytes a weight: MXFP4 with what gpt-oss has in 16 bit, or V4 in FP8, INT4 in groups of 32 with what Kimi has.
+    width = {None: 2, "fp8": 1, "fp4": 0.57, "mxfp4": 0.56, "compressed-tensors": 0.58}[method]
     assert sizes["source"] == pytest.approx(width * sizes["parameters"], rel=0.02 if method is None else 0.03)
     ratio = sizes["source"] * 2 / width / sizes["checkpoint"]
     low, high = {

@@ -40,7 +40,7 @@ def test_names_of_shipped_recipes() -> None:
         *("llama8b-ptpc", "llama70b-ptpc", "qwen3moe-ptpc", "qwen3moe-mxfp4", "qwen3next-ptpc", "qwen3vl-ptpc"),
         *("llama4maverick-ptpc", "deepseekv32-mxfp4", "gptoss120b-mxfp4-fp8", "gptoss120b-ptpc"),
         *("qwen3coder480b-mxfp4", "deepseek-r1-mxfp4-mtp", "minimaxm25-mxfp4", "glm5-mxfp4", "qwen35-397b-mxfp4"),
-        *("kimik2thinking-mxfp4", "kimik25-mxfp4"),
+        *("kimik2thinking-mxfp4", "kimik25-mxfp4", "deepseekv4flash-mxfp4"),
     }
 
 
