@@ -12,6 +12,7 @@ from quantmint.pipeline.serving.environment import VllmEnvironment
 from tests.trap.checkpoints import SOUND, Sound, Workshop
 from tests.trap.faults import FAULTS, ROUNDED, TRANSPOSED
 from tests.trap.run import table, try_fault, try_layouts, try_sound, write
+from tests.trap.tensor_parallel import EXPECTED, verdict
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
@@ -51,6 +52,13 @@ def test_a_transposed_shard_of_tensor_parallelism_is_stopped(workshop: Workshop,
     assert good.verdicts == {"layout": Verdict.PASS}, good.reasons
     assert broken.verdicts == {"layout": Verdict.FAIL}, broken.reasons
     assert "TP 2 beside TP 1 of the same weights: reading" in broken.reasons["layout"][0]
+
+
+@pytest.mark.vllm
+def test_on_two_gpus_both_runs_end_with_the_layout(warm_vllm: VllmEnvironment, tmp_path: Path) -> None:
+    """The stages alone: this machine need not have a GPU."""
+    runs = [verdict(tmp_path, name, "h100", dry_run=True) for name in EXPECTED]
+    assert [run["stages"] for run in runs] == [["source", "quantize", "serve-candidate", "layout"]] * 2
 
 
 def test_the_table_is_written_between_its_marks(workshop: Workshop, tmp_path: Path) -> None:
