@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 from quantmint.calibration.activations import States
-from quantmint.calibration.hooks import EarlyStop, entering, following, preceding, substituted
+from quantmint.calibration.hooks import EarlyStop, entering, following, preceding, substituted, with_input
 from quantmint.calibration.lazy import torch
 
 _BLOCKS = 4  # of rows of X^T X: what lies left of the diagonal's block is computed in none of them
@@ -260,7 +260,7 @@ class StatisticsCollector:
                 if name in self._trace.ends:
                     self._cache.put(batch, False, name, rounded)
                 stop.reached(name)
-            return ((rounded, *args[1:]), kwargs) if args else (args, {**kwargs, "input": rounded})
+            return with_input(args, kwargs, rounded)
 
         def added(name: str, output: torch.Tensor) -> None:
             if name in self._trace.residual and self._hidden is not None:

@@ -380,6 +380,11 @@ def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return next(iter((*args, *kwargs.values())))
 
 
+def with_input(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a linear module's call with ``tensor`` as its input."""
+    return ((tensor, *args[1:]), kwargs) if args else (args, {**kwargs, "input": tensor})
+
+
 def _hooks(model: Any, part: str, measurement: Measurement) -> Iterator[Any]:
     head = model.get_output_embeddings()
     for inner, module in (model.get_submodule(part) if part else model).named_modules():

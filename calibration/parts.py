@@ -29,6 +29,13 @@ def language_model(model: Any) -> Any:
     return model.get_decoder() if _requires_more_than_tokens(type(model).forward) else model
 
 
+def head_name(model: Any) -> str:
+    """Return the name of the output head of the part that processes text."""
+    output = language_model(model).get_output_embeddings()
+    name: str = next(name for name, module in model.named_modules() if module is output)
+    return name
+
+
 def trunk_of(model: Any) -> Any:
     """Return the model without its output head: the logits, the largest tensor of a forward, are not needed."""
     model = language_model(model)

@@ -26,7 +26,7 @@ from quantmint.calibration.hooks import entering, following, preceding, watching
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.measurement import Measurement
 from quantmint.calibration.observers import Observation
-from quantmint.calibration.parts import language_model, running
+from quantmint.calibration.parts import head_name, language_model, running
 from quantmint.calibration.ranges import ranges_of, require_sound
 from quantmint.calibration.replica import Replica
 from quantmint.calibration.weights import held
@@ -72,9 +72,7 @@ def measure(
     batches = [sample.unsqueeze(0) for sample in samples]
     identity = digest_of([facts, sorted(replica.owned.items())], batches)
     stored = _KeptStates(work, identity)
-    output = language_model(replica.model).get_output_embeddings()
-    head = next(name for name, module in replica.model.named_modules() if module is output)
-    with replica.around(layers, *held(replica.model, head)):
+    with replica.around(layers, *held(replica.model, head_name(replica.model))):
         recorded = list(record(replica, batches))
         sweep = _Sweep(replica, layers, _wide([call for _, call in recorded]), sum(map(len, samples)))
         back = stored.first("gradient", range(len(layers) + 1))

@@ -288,7 +288,12 @@ class Quantization(Section):
     @property
     def by_layers(self) -> bool:
         """Return whether engine stream rounds by GPTQ, tuned or not: layer by layer, on the calibration texts."""
-        return self.engine == "stream" and self.algorithm in ("gptq", "tuned")
+        return self.engine == "stream" and self.is_by_gptq
+
+    @property
+    def is_by_gptq(self) -> bool:
+        """Return whether weights are rounded by GPTQ, tuned or not, in whichever engine."""
+        return self.algorithm in ("gptq", "tuned")
 
 
 class Calibration(Section):

@@ -179,7 +179,7 @@ def sensitivity_cost(source: Checkpoint, structure: Structure, recipe: Recipe, m
         "products": (_PASSES + len(names)) * volume.flops / rates.float32,
         "changes": change_seconds(structure.linear, names, samples),
     }
-    if recipe.quantization.algorithm in ("gptq", "tuned"):
+    if recipe.quantization.is_by_gptq:
         parts["rounding"] = rounding_seconds(structure.linear, names, rates)
         parts["products"] += hessian_seconds(structure.linear, tokens, share, rates.float32, sums=1)
     on_cpu, seconds = rates.link is None, sum(parts.values())

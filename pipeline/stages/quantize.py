@@ -425,13 +425,19 @@ class InspectStage(Stage):
         tensor_bytes = job.inputs["quantize"].record.result["tensor_bytes"]
         calibrated = "calibrate" in job.inputs
         scales = _expected_scales(job, checkpoint, source, structure) if calibrated else {}
-        proven, outputs = _proven(job.inputs["quantize"]), _output_errors(job.inputs["quantize"])
+        errors = _stored_errors(job.inputs["quantize"])
+        proven = None if errors is None else _proven(errors)
         with job.progress.bar(checkpoint.nbytes, "B") as advance:
             inspection = inspect_checkpoint(
                 checkpoint,
                 structure,
                 source=source,
-                expected=Expectations(scales, tensor_bytes if isinstance(tensor_bytes, int) else None, proven, outputs),
+                expected=Expectations(
+                    scales,
+                    tensor_bytes if isinstance(tensor_bytes, int) else None,
+                    proven,
+                    _output_errors(errors or {}),
+                ),
                 # What is proven is a few rows of each tensor; a GPU would take longer to wake up.
                 device="cpu" if proven is not None else resolve_devices(job.setting.device)[0],
                 advance=advance,
@@ -446,22 +452,21 @@ class InspectStage(Stage):
         )
 
 
-def _proven(entry: Entry) -> Mapping[str, float] | None:
-    """Return the SQNR in dB by module that our engine measured while writing; None for a library's checkpoint.
-
-    It is infinite for a module without an error.
-    """
+def _stored_errors(entry: Entry) -> Mapping[str, Any] | None:
+    """Return the errors by module that our engine measured while writing; None for a library's checkpoint."""
     path = entry.path / ERRORS
-    if not path.is_file():
-        return None
-    decibels = {module: error["sqnr_db"] for module, error in read_json(path).items()}
+    errors: dict[str, Any] | None = read_json(path) if path.is_file() else None
+    return errors
+
+
+def _proven(errors: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return the SQNR in dB of each module, infinite without an error."""
+    decibels = {module: error["sqnr_db"] for module, error in errors.items()}
     return {module: math.inf if sqnr is None else sqnr for module, sqnr in decibels.items()}  # there was no noise
 
 
-def _output_errors(entry: Entry) -> Mapping[str, float]:
+def _output_errors(errors: Mapping[str, Any]) -> Mapping[str, float]:
     """Return the SQNR in dB of the outputs of each compensated module; see `Gain.output_db`."""
-    path = entry.path / ERRORS
-    errors = read_json(path) if path.is_file() else {}
     return {module: error["output_db"] for module, error in errors.items() if "output_db" in error}
 
 

@@ -123,7 +123,7 @@ def _gptq(quantization: Quantization) -> dict[str, float | int | bool]:
 
     Empty where weights are rounded to nearest.
     """
-    parameters = quantization.parameters if quantization.algorithm in ("gptq", "tuned") else {}
+    parameters = quantization.parameters if quantization.is_by_gptq else {}
     return {name: parameters[name] for name in ("dampening", "activation_order") if name in parameters}
 
 

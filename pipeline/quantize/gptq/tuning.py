@@ -23,9 +23,9 @@ from quantmint.calibration.caches import empty_cache
 from quantmint.calibration.calls import Call, record
 from quantmint.calibration.experts import rounding_experts, stacks
 from quantmint.calibration.hessians import Rounding
-from quantmint.calibration.hooks import entering, preceding
+from quantmint.calibration.hooks import entering, preceding, with_input
 from quantmint.calibration.lazy import torch
-from quantmint.calibration.parts import language_model
+from quantmint.calibration.parts import head_name
 from quantmint.calibration.replica import Replica
 from quantmint.calibration.room import free_bytes
 from quantmint.calibration.sensitivity import HIDDEN, input_leaves, layer_slopes, model_logits
@@ -71,7 +71,7 @@ def tune(task: TuningTask, settings: TuningSettings, advance: Callable[[int], No
     """
     with torch.inference_mode(False), torch.enable_grad(), _deterministic(task.replica.device):
         model = _TunedModel(task)
-        with task.replica.around(model.layers, *held(task.replica.model, model.head)):
+        with task.replica.around(model.layers, *held(task.replica.model, head_name(task.replica.model))):
             state = _State.resumed(task, settings, model)
             _descend(task, settings, model, state, advance)
     tuning = Tuning(state.before, state.least, state.best_step)
@@ -192,8 +192,6 @@ class _TunedModel:
     def __init__(self, task: TuningTask) -> None:
         self._task, self._replica, model = task, task.replica, task.replica.model
         self.layers = task.replica.walkable.layers
-        output = language_model(model).get_output_embeddings()
-        self.head = next(name for name, module in model.named_modules() if module is output)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.members: dict[str, Member] = {
             member.parameter: member
@@ -232,17 +230,16 @@ class _TunedModel:
         rows = [slope for _, slope in self._divergences(batch, states.pop(), slope=True)]
         gradient, gradients = States(torch.cat([row for row in rows if row is not None])), Numbers()
         for layer in reversed(range(len(self.layers))):
-            entering_states = states.pop().to(self._replica.device)
-            inputs = input_leaves(States(entering_states.hidden.detach(), dict(entering_states.carried)))
-            entering_states = States(inputs.pop(HIDDEN), {**entering_states.carried, **inputs})
-            inputs = {HIDDEN: entering_states.hidden, **inputs}
+            stored = states.pop().to(self._replica.device)
+            entering_states = States(stored.hidden.detach(), stored.carried)
+            leaves = input_leaves(entering_states)
             inside = {
                 name: tensor.clone().requires_grad_()
                 for name, tensor in numbers.items()
                 if name.startswith(f"{self.layers[layer]}.")
             }
             leaving = self._run(layer, inside, batch, entering_states)
-            before, within = layer_slopes(leaving, gradient, inputs, inside)
+            before, within = layer_slopes(leaving, gradient, leaves, inside)
             gradients |= within
             gradient = States(before.pop(HIDDEN), before)
         return gradients
@@ -297,7 +294,7 @@ class _TunedModel:
             tensor, rounding = entering(args, kwargs), linear[of]
             if last[0] is not tensor or last[1] is not rounding:  # several modules read the same input
                 last[:] = tensor, rounding, rounded_straight(tensor, rounding)
-            return ((last[2], *args[1:]), kwargs) if args else (args, {**kwargs, "input": last[2]})
+            return with_input(args, kwargs, last[2])
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(module, parameters, args, kwargs)

@@ -12,7 +12,6 @@ import torch
 from quantmint.calibration import layers
 from quantmint.calibration.replica import replica
 from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
-from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.formats.checkpoint import Reader as Tensors
@@ -26,6 +25,7 @@ from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.schema import Quantization
 from quantmint.pipeline.serving.reference.model import load
+from tests.quantize.gptq.test_loop import write_scaled
 
 Models = Callable[..., Path]
 SCALED = GptqSettings(compensation=0.5, scaling=True)
@@ -58,21 +58,6 @@ class Scaled:
             SCALED,
         )
         return quantize_layers(request)
-
-    def written(self, rounded: GptqResult) -> Checkpoint:
-        write_checkpoint(
-            CheckpointPlan(
-                self.source,
-                rounded.plans,
-                self.choice,
-                {**self.ranges, **rounded.ranges},
-                checkpoint_format=self.layout,
-                algorithms=("awq", "gptq"),
-            ),
-            self.work / "out",
-            manifest=self.work / "manifest.jsonl",
-        )
-        return open_checkpoint(self.work / "out")
 
 
 def logits(folder: Path, blocks: torch.Tensor) -> torch.Tensor:
@@ -138,7 +123,7 @@ def test_a_scaled_model_is_stored_as_what_it_computes(
     changed = {name for name in scaled.ranges if ".o_proj." not in name}
     assert rounded.ranges.keys() == changed
     assert all(float(largest) > 1e-2 for largest in rounded.ranges.values())
-    checkpoint = scaled.written(rounded)
+    checkpoint = write_scaled(scaled, rounded)
     assert recorded_algorithms(checkpoint) == ("awq", "gptq")
     before, after = Tensors(scaled.source), Tensors(checkpoint)
     norm = next(name for name in checkpoint.tensors if name.endswith("input_layernorm.weight"))
@@ -169,7 +154,7 @@ def test_a_killed_run_that_scales_makes_the_same_bytes(
     models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int
 ) -> None:
     whole = Scaled(models("qwen3"), "mxfp4_fp8", "quark", tmp_path / "whole")
-    expected = whole.written(whole.rounded(blocks, devices))
+    expected = write_scaled(whole, whole.rounded(blocks, devices))
     killed = Scaled(models("qwen3"), "mxfp4_fp8", "quark", tmp_path / "killed")
     seen: list[str] = []
     scale = ChannelScaling.scale
@@ -184,7 +169,7 @@ def test_a_killed_run_that_scales_makes_the_same_bytes(
     monkeypatch.setattr(layers, "COMMIT_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         killed.rounded(blocks, devices)
-    checkpoint = killed.written(killed.rounded(blocks, devices))
+    checkpoint = write_scaled(killed, killed.rounded(blocks, devices))
     assert seen == ["model.layers.0", "model.layers.1", "model.layers.1"]
     for name in ("config.json", *expected.shards):
         assert (checkpoint.folder / name).read_bytes() == (expected.folder / name).read_bytes()

@@ -33,6 +33,22 @@ SETTINGS = GptqSettings(compensation=0.5)
 Models = Callable[..., Path]
 
 
+def write_plans(
+    made: Any, plans: tuple[ShardPlan, ...], ranges: Mapping[str, torch.Tensor], algorithms: tuple[str, ...], name: str
+) -> Checkpoint:
+    """Write a checkpoint as the stage does, in the folder ``name`` of what was made."""
+    checkpoint_plan = CheckpointPlan(
+        made.source, plans, made.choice, ranges, checkpoint_format=made.layout, algorithms=algorithms
+    )
+    write_checkpoint(checkpoint_plan, made.work / name, manifest=made.work / f"{name}.jsonl")
+    return open_checkpoint(made.work / name)
+
+
+def write_scaled(made: Any, result: GptqResult) -> Checkpoint:
+    """Write the checkpoint of a result whose norms are others, and whose ranges may be."""
+    return write_plans(made, result.plans, {**made.ranges, **result.ranges}, ("awq", "gptq"), "out")
+
+
 class Made:
     """A model with its plans, and what is made of it in a folder."""
 
@@ -71,19 +87,7 @@ class Made:
         return quantize_layers(request, **more)
 
     def written(self, plans: tuple[ShardPlan, ...], algorithm: str = "gptq") -> Checkpoint:
-        write_checkpoint(
-            CheckpointPlan(
-                self.source,
-                plans,
-                self.choice,
-                self.ranges,
-                checkpoint_format=self.layout,
-                algorithms=() if algorithm == "none" else (algorithm,),
-            ),
-            self.work / algorithm,
-            manifest=self.work / f"{algorithm}.jsonl",
-        )
-        return open_checkpoint(self.work / algorithm)
+        return write_plans(self, plans, self.ranges, () if algorithm == "none" else (algorithm,), algorithm)
 
 
 @pytest.fixture(scope="module")

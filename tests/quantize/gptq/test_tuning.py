@@ -10,30 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
-from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 from quantmint.pipeline.quantize.gptq import tuning
-from quantmint.pipeline.quantize.gptq.request import GptqResult, GptqSettings, TuningSettings
+from quantmint.pipeline.quantize.gptq.request import GptqSettings, TuningSettings
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.serving.reference import model as reference
-from tests.quantize.gptq.test_loop import Made
+from tests.quantize.gptq.test_loop import Made, write_scaled
 
 Models = Callable[..., Path]
 SETTINGS = GptqSettings(compensation=0.5, tuning=TuningSettings(steps=10, held_out=0.125))
-
-
-def written(made: Made, result: GptqResult) -> Checkpoint:
-    """Write a result as the stage does."""
-    checkpoint_plan = CheckpointPlan(
-        made.source,
-        result.plans,
-        made.choice,
-        {**made.ranges, **result.ranges},
-        checkpoint_format=made.layout,
-        algorithms=("awq", "gptq"),
-    )
-    write_checkpoint(checkpoint_plan, made.work / "out", manifest=made.work / "out.jsonl")
-    return open_checkpoint(made.work / "out")
 
 
 def bytes_of(checkpoint: Checkpoint) -> list[bytes]:
@@ -60,7 +45,7 @@ def test_tuned_norms_lose_less_on_held_out_samples(
     assert result.tuning is not None
     assert result.tuning.step > 0
     assert result.tuning.after < result.tuning.before
-    checkpoint = written(made, result)
+    checkpoint = write_scaled(made, result)
     inspection = inspect_checkpoint(checkpoint, made.structure, source=made.source)
     assert inspection.passed, inspection.summary()
     held_out = torch.split(blocks, 2)[7]
@@ -74,13 +59,13 @@ def test_a_model_whose_held_out_divergence_would_rise_keeps_the_bytes_of_gptq(
 ) -> None:
     by_gptq = Made(models("llama"), "mxfp4", "quark", tmp_path / "gptq")
     training = torch.cat([batch for number, batch in enumerate(torch.split(blocks, 2)) if number % 8 != 7])
-    expected = written(by_gptq, by_gptq.rounded(training, batch=2, settings=replace(SETTINGS, tuning=None)))
+    expected = write_scaled(by_gptq, by_gptq.rounded(training, batch=2, settings=replace(SETTINGS, tuning=None)))
     monkeypatch.setattr(tuning, "RATE", 100.0)
     made = Made(models("llama"), "mxfp4", "quark", tmp_path / "tuned")
     result = made.rounded(blocks, batch=2, settings=replace(SETTINGS, tuning=TuningSettings(2, 0.125)))
     assert result.tuning is not None
     assert (result.tuning.step, result.tuning.after) == (0, result.tuning.before)
-    assert bytes_of(written(made, result)) == bytes_of(expected)
+    assert bytes_of(write_scaled(made, result)) == bytes_of(expected)
 
 
 def test_a_killed_run_and_several_devices_make_the_same_bytes(
@@ -89,7 +74,7 @@ def test_a_killed_run_and_several_devices_make_the_same_bytes(
     monkeypatch.setattr(tuning, "RATE", 0.01)
     whole = Made(models("mixtral"), "mxfp4", "quark", tmp_path / "whole")
     result = whole.rounded(blocks, 2, batch=2, settings=SETTINGS)
-    expected = bytes_of(written(whole, result))
+    expected = bytes_of(write_scaled(whole, result))
     killed = Made(models("mixtral"), "mxfp4", "quark", tmp_path / "killed")
     descend, steps = tuning._State.descend, list[int]()
 
@@ -106,4 +91,4 @@ def test_a_killed_run_and_several_devices_make_the_same_bytes(
     resumed = killed.rounded(blocks, batch=2, settings=SETTINGS)
     assert steps[5:7] == [5, 5], "it goes on behind the last evaluation"
     assert resumed.tuning == result.tuning
-    assert bytes_of(written(killed, resumed)) == expected
+    assert bytes_of(write_scaled(killed, resumed)) == expected
