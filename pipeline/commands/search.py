@@ -14,7 +14,7 @@ from quantmint.pipeline.commands.options import device_option, emit, json_option
 if TYPE_CHECKING:
     from quantmint.pipeline.quantize.budget import Group, Point
     from quantmint.pipeline.recipe.load import LoadedRecipe
-    from quantmint.pipeline.recipe.schema import Quantization
+    from quantmint.pipeline.recipe.quantization import Quantization
     from quantmint.pipeline.stages.advice import Advice
 
 _ROWS = 16
@@ -138,7 +138,7 @@ def _load(model: str, request: _SearchRequest, store: Path) -> tuple[LoadedRecip
     from quantmint.eval.records import is_path
     from quantmint.pipeline.base.argument import classify
     from quantmint.pipeline.recipe.load import load_recipe, recipe_of
-    from quantmint.pipeline.recipe.schema import AUTO
+    from quantmint.pipeline.recipe.quantization import AUTO
     from quantmint.pipeline.runs.oneshot import source_section
     from quantmint.pipeline.runs.search import opened
     from quantmint.pipeline.runs.session import recipe_named

@@ -25,7 +25,7 @@ from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.publish.licences import Terms
 from quantmint.pipeline.publish.release import NOTICE, RECIPE
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 
 if TYPE_CHECKING:
     from jinja2 import Environment

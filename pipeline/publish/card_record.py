@@ -21,7 +21,8 @@ from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.publish.card import CalibrationText, CardFacts, CardSource, QuantizationFacts, ServingCommand
 from quantmint.pipeline.publish.licences import terms
 from quantmint.pipeline.publish.manifest import Manifest, first_fault, strict_object
-from quantmint.pipeline.recipe.schema import Quantization, Recipe
+from quantmint.pipeline.recipe.quantization import Quantization
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.recipe.sections import Licence
 
 

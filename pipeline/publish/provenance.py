@@ -22,7 +22,7 @@ from uuid import NAMESPACE_URL, uuid5
 from quantmint.pipeline.base.canonical import fingerprint
 from quantmint.pipeline.publish.manifest import DatasetRecord, Manifest, SourceRecord
 from quantmint.pipeline.publish.release import EVIDENCE, PROVENANCE, UNLISTED
-from quantmint.pipeline.recipe.schema import COMMIT
+from quantmint.pipeline.recipe.models import COMMIT
 from quantmint.pipeline.store.files import File
 from quantmint.pipeline.store.toolchain import OURS, Environment
 

@@ -26,7 +26,7 @@ from quantmint.pipeline.base.schemes import scheme as scheme_of
 from quantmint.pipeline.recipe.destinations import section_of
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.recipe.modules import expert_count
-from quantmint.pipeline.recipe.schema import AUTO
+from quantmint.pipeline.recipe.quantization import AUTO
 
 _WORDS, _FEWEST, _MOST = 150, 40, 800
 """Words of a passage at least; passages that a text must have; those that are held out at most."""

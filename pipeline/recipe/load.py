@@ -26,7 +26,8 @@ from quantmint.eval.records import is_path
 from quantmint.pipeline.base.errors import RecipeError, UserError, did_you_mean, shown_path
 from quantmint.pipeline.recipe.faults import OPTIONS, Fault, Position, YamlPath, refuse, shown
 from quantmint.pipeline.recipe.json_schema import faults_of, place_of
-from quantmint.pipeline.recipe.schema import Quantization, Recipe
+from quantmint.pipeline.recipe.quantization import Quantization
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.recipe.yaml_positions import Dumper, YamlDocument, read
 
 _OWN = ("name", "description", "extends")

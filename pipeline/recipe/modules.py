@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 
 #: Sibling modules that vLLM loads as one; a test holds them against vLLM's own classes.
 FUSED = (

@@ -25,7 +25,7 @@ from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.faults import option_of, refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe
-from quantmint.pipeline.recipe.schema import AUTO
+from quantmint.pipeline.recipe.quantization import AUTO
 from quantmint.pipeline.runs.planner import build_plan
 from quantmint.pipeline.runs.preflight import require_means
 from quantmint.pipeline.runs.runner import RunOutcome, run_plan

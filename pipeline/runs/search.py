@@ -21,7 +21,8 @@ from quantmint.pipeline.base.schemes import scheme, table
 from quantmint.pipeline.quantize.budget import Group, Point, next_try, overrides
 from quantmint.pipeline.recipe.load import LoadedRecipe, validated
 from quantmint.pipeline.recipe.modules import override_of
-from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Recipe
+from quantmint.pipeline.recipe.quantization import AUTO, BUDGET
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.runs.planner import build_plan, cut, find_entry, foreseen
 from quantmint.pipeline.runs.preflight import require_means
 from quantmint.pipeline.runs.runner import RunOutcome, run_plan

@@ -21,7 +21,8 @@ from quantmint.pipeline.quantize.budget import Group, Point, costliest, frontier
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.recipe.load import LoadedRecipe, choice_yaml, sections_yaml, validated
 from quantmint.pipeline.recipe.modules import assigned, matches, text_config
-from quantmint.pipeline.recipe.schema import AUTO, BUDGET, Quantization, Recipe
+from quantmint.pipeline.recipe.quantization import AUTO, BUDGET, Quantization
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.stages.by_library import calibrated
 from quantmint.pipeline.stages.calibrate import token_fault
 from quantmint.pipeline.stages.checks import accuracy_faults, check

@@ -25,7 +25,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_chec
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.stages.calibrate import data_identity, has_static_scales, read_tokens
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import CHECKPOINT, read_source

@@ -19,9 +19,10 @@ from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.base.transience import is_transient
 from quantmint.pipeline.quantize.device import resolve_devices
 from quantmint.pipeline.quantize.model.builder import light_imports
+from quantmint.pipeline.recipe.calibration import Calibration
 from quantmint.pipeline.recipe.faults import Fault
 from quantmint.pipeline.recipe.load import LoadedRecipe
-from quantmint.pipeline.recipe.schema import Calibration, Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.setting import Commits, Setting
 from quantmint.pipeline.stages.source import model_folder, require_tokenizer

@@ -22,8 +22,9 @@ from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_P
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, TensorInfo
 from quantmint.pipeline.quantize.gptq.tuning import tuning_bytes
 from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.recipe.calibration import Calibration
 from quantmint.pipeline.recipe.modules import expert_count, text_config
-from quantmint.pipeline.recipe.schema import Calibration, Recipe
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.stages.rates import Rates
 
 _SHARE, _MOST = 2, 16

@@ -21,7 +21,8 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.draft import read_draft
 from quantmint.pipeline.quantize.model.selection import select
-from quantmint.pipeline.recipe.schema import Draft, Quantization
+from quantmint.pipeline.recipe.models import Draft
+from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import CHECKPOINT

@@ -19,7 +19,7 @@ from quantmint.pipeline.publish import manifest as manifests
 from quantmint.pipeline.publish.addresses import recipe_destinations
 from quantmint.pipeline.publish.destination import Destination
 from quantmint.pipeline.publish.release import EVIDENCE
-from quantmint.pipeline.recipe.schema import AUTO
+from quantmint.pipeline.recipe.quantization import AUTO
 from quantmint.pipeline.stages.stage import Job
 from quantmint.pipeline.store.entries import FINGERPRINT
 from quantmint.pipeline.store.tree import Store

@@ -43,7 +43,7 @@ from quantmint.pipeline.quantize.model.selection import ABSORBED_BITS, select
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.load import choice_yaml
 from quantmint.pipeline.recipe.modules import assigned, expert_count, text_config
-from quantmint.pipeline.recipe.schema import AUTO, Gptq, Quantization
+from quantmint.pipeline.recipe.quantization import AUTO, Gptq, Quantization
 from quantmint.pipeline.stages import by_library
 from quantmint.pipeline.stages.calibrate import RANGES, needs_ranges, read_tokens
 from quantmint.pipeline.stages.cost import gptq_volume, tuning_batch

@@ -26,7 +26,7 @@ from quantmint.pipeline.quantize.inspection.inspect import kv_scales, layer_erro
 from quantmint.pipeline.quantize.model.encodings import source_encoding
 from quantmint.pipeline.quantize.model.outcomes import outcome_note
 from quantmint.pipeline.quantize.model.selection import select
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.stages.advice import advise
 from quantmint.pipeline.stages.chat import measured_tasks
 from quantmint.pipeline.stages.estimate import Estimate

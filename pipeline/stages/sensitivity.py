@@ -31,7 +31,7 @@ from quantmint.pipeline.quantize.rounding import round_activations
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, SCHEMES
 from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from quantmint.pipeline.recipe.modules import fused_with, is_excluded, override_of, text_config
-from quantmint.pipeline.recipe.schema import AUTO, Quantization
+from quantmint.pipeline.recipe.quantization import AUTO, Quantization
 from quantmint.pipeline.serving.reference.model import round_inputs
 from quantmint.pipeline.stages.calibrate import data_identity, read_tokens, require_pinned_set
 from quantmint.pipeline.stages.cost import routed_share, sensitivity_samples

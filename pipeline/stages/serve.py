@@ -23,7 +23,8 @@ from quantmint.pipeline.quantize.digest import template_digest, tokenizer_digest
 from quantmint.pipeline.recipe.faults import refuse
 from quantmint.pipeline.recipe.load import LoadedRecipe
 from quantmint.pipeline.recipe.modules import assigned
-from quantmint.pipeline.recipe.schema import Quantization, Recipe
+from quantmint.pipeline.recipe.quantization import Quantization
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.serving.host.detect import local_device
 from quantmint.pipeline.serving.knobs.overrides import LAYOUT
 from quantmint.pipeline.serving.knobs.table import NEWEST_READ

@@ -13,7 +13,8 @@ from quantmint.eval.suites import Suite
 from quantmint.eval.workloads import Workload
 from quantmint.pipeline.base.errors import QuantmintError
 from quantmint.pipeline.recipe.load import LoadedRecipe
-from quantmint.pipeline.recipe.schema import COMMIT, Recipe
+from quantmint.pipeline.recipe.models import COMMIT
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.store.tree import Store
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from quantmint.eval.measurements import Side
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.machine import versions
 from quantmint.pipeline.base.progress import Progress
-from quantmint.pipeline.recipe.schema import AUTO
+from quantmint.pipeline.recipe.quantization import AUTO
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.sizes import Prediction

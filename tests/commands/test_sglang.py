@@ -11,7 +11,7 @@ import yaml
 
 from quantmint.pipeline.commands.cli import main
 from quantmint.pipeline.recipe.load import load_recipe
-from quantmint.pipeline.recipe.schema import Serve
+from quantmint.pipeline.recipe.serving import Serve
 from tests.serving.served.cases import MODEL
 from tests.serving.sglang_server import SglangServer
 

@@ -24,7 +24,7 @@ from quantmint.pipeline.quantize.budget import (
     spend,
 )
 from quantmint.pipeline.recipe.modules import assigned
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 
 KINDS = {
     "self_attn.{q_proj, k_proj, v_proj}": (60, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),

@@ -14,7 +14,7 @@ from quantmint.calibration.batches import at_commit
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.sets import FOLDER, load_set, names
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.recipe.schema import Calibration
+from quantmint.pipeline.recipe.calibration import Calibration
 from quantmint.pipeline.stages import calibrate
 from quantmint.pipeline.stages.setting import Commits
 

@@ -13,7 +13,7 @@ import pytest
 from quantmint.calibration import layers
 from quantmint.calibration.ranges import load_ranges
 from quantmint.pipeline.base.errors import UserError
-from quantmint.pipeline.recipe.schema import Calibration
+from quantmint.pipeline.recipe.calibration import Calibration
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.calibrate import RANGES, CalibrateStage, read_tokens
 from quantmint.pipeline.stages.stage import Job

@@ -27,7 +27,8 @@ from quantmint.pipeline.quantize.model.draft import read_draft
 from quantmint.pipeline.quantize.model.outcomes import SOURCE_SCHEMES
 from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.json_schema import faults_of
-from quantmint.pipeline.recipe.schema import Quantization, Recipe
+from quantmint.pipeline.recipe.quantization import Quantization
+from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.recipe.yaml_positions import parse
 
 

@@ -16,7 +16,7 @@ from quantmint.pipeline.quantize.model.kinds import kind_of
 from quantmint.pipeline.quantize.model.stored import stored_schemes
 from quantmint.pipeline.quantize.model.structure import UNQUANTIZED, Structure
 from quantmint.pipeline.recipe.modules import assigned, is_excluded, matches, override_of
-from quantmint.pipeline.recipe.schema import AUTO, Quantization
+from quantmint.pipeline.recipe.quantization import AUTO, Quantization
 
 ABSORBED_BITS = 8
 """Fewest bits of a weight that vLLM absorbs: it first restores it to 16 bit, which it does from FP8 and INT8."""

@@ -27,7 +27,7 @@ from quantmint.pipeline.recipe.modules import (
     matches,
     text_config,
 )
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.serving.model.architecture import Shape, read_shape
 from quantmint.pipeline.serving.model.weights import ModuleWeight, count_weights, measure_weights
 

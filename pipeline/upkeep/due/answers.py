@@ -27,7 +27,7 @@ from quantmint.pipeline.publish.hub.client import MissingError, connect
 from quantmint.pipeline.publish.manifest import ManifestError
 from quantmint.pipeline.publish.newest import TIMEOUT_S, NewestRelease, hub_file, newest_release
 from quantmint.pipeline.recipe.load import LoadedRecipe
-from quantmint.pipeline.recipe.schema import COMMIT
+from quantmint.pipeline.recipe.models import COMMIT
 from quantmint.pipeline.store.files import DamagedError
 
 PATIENCE_S: Final = 10.0

@@ -12,7 +12,7 @@ import pytest
 
 from quantmint.pipeline.publish.card import CardFacts, eval_results, render
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.recipe.sections import Publish
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.card import gather, settings

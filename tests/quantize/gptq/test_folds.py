@@ -23,7 +23,7 @@ from quantmint.pipeline.quantize.gptq.scaling import ChannelReader, ChannelScali
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import read_structure
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.serving.reference.model import load
 from tests.quantize.gptq.test_loop import write_scaled
 

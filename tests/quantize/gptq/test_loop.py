@@ -26,7 +26,7 @@ from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure, read_structure
 from quantmint.pipeline.quantize.schemes.registry import dequantize
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 from tests.zoo.models import build
 
 SETTINGS = GptqSettings(compensation=0.5)

@@ -19,7 +19,7 @@ from quantmint.pipeline.quantize.gptq.solve import Solution, gptq_bytes, solve
 from quantmint.pipeline.quantize.gptq.weights import InputGroup, Member
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import imagine, read_structure
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 
 ASSETS = Path(__file__).parents[2] / "assets" / "configs"
 

@@ -14,7 +14,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 
 Models = Callable[..., Path]
 StructureOf = Callable[[Path], Structure]

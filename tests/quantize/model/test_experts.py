@@ -15,7 +15,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure, imagine
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 
 Models = Callable[..., Path]
 StructureOf = Callable[[Path], Structure]

@@ -7,7 +7,7 @@ import pytest
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
-from quantmint.pipeline.recipe.schema import Override, Quantization
+from quantmint.pipeline.recipe.quantization import Override, Quantization
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
 LINEAR = tuple(f"model.layers.{layer}.{part}" for layer in range(3) for part in PARTS)

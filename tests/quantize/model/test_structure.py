@@ -13,7 +13,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.builder import meta_model
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure, imagine, read_structure
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 from tests.zoo.models import build
 
 ASSETS = Path(__file__).parents[2] / "assets" / "configs"

@@ -18,7 +18,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_chec
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import Structure
-from quantmint.pipeline.recipe.schema import Quantization
+from quantmint.pipeline.recipe.quantization import Quantization
 
 FORMATS = {"llmcompressor": "compressed-tensors", "quark": "quark"}
 
