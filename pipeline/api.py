@@ -172,7 +172,7 @@ def inspect(
     from quantmint.pipeline.quantize.formats.layout import layout_of
     from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
     from quantmint.pipeline.quantize.model.encodings import DECODED
-    from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.model.reader import read_structure
 
     fetch_release = open_checkpoint(Path(checkpoint))
     layout_of(fetch_release.config)

@@ -195,7 +195,7 @@ def _make(
     from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
     from quantmint.pipeline.quantize.formats.layout import Choice
-    from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.model.reader import read_structure
 
     source = open_checkpoint(folder)
     structure = read_structure(folder, source.tensors)

@@ -33,7 +33,7 @@ from quantmint.pipeline.base.progress import Progress, reporter_for
 from quantmint.pipeline.publish.addresses import published_folder, serving_name
 from quantmint.pipeline.publish.release import DRAFT
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.recipe.load import LoadedRecipe, recipe_names
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.recipe.serving import Serve, Speculative

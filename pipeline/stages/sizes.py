@@ -13,8 +13,10 @@ from typing import Any
 from quantmint.pipeline.quantize.engines.libraries.job import checkpoint_bytes
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
+from quantmint.pipeline.quantize.model.imagination import imagine
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.model.selection import kept_because, select
-from quantmint.pipeline.quantize.model.structure import Structure, imagine, read_structure
+from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.stages.cost import routed_share
 from quantmint.pipeline.stages.setting import Setting

@@ -20,7 +20,8 @@ from quantmint.pipeline.base.transience import is_transient
 from quantmint.pipeline.publish.release import CARD
 from quantmint.pipeline.quantize.digest import MODEL_FILES, file_digests, folder_digest, model_files
 from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint, read_json
-from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
+from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.models import Source as SourceSection
 from quantmint.pipeline.recipe.modules import declared_quantization
 from quantmint.pipeline.stages.estimate import Estimate

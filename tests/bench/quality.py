@@ -195,7 +195,7 @@ def stored_bits(source: Path, folder: Path) -> float:
     from safetensors import safe_open
 
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-    from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.model.reader import read_structure
 
     original = open_checkpoint(source)
     modules = set(read_structure(source, original.tensors).linear) - {"lm_head"}

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.model.structure import imagine, read_structure
+from quantmint.pipeline.quantize.model.imagination import imagine
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.schemes.registry import dequantize
 from tests.commands.cards import Card, assert_card, run_shipped
 from tests.commands.test_encoded_sources import stored

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.encodings import input_rounding
-from quantmint.pipeline.quantize.model.structure import imagine, read_structure
+from quantmint.pipeline.quantize.model.imagination import imagine
+from quantmint.pipeline.quantize.model.reader import read_structure
 
 Quantmint = Callable[..., Any]
 Models = Callable[..., Path]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
 from tests.zoo.models import build
 
 Quantmint = Callable[..., Any]

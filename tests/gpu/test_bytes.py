@@ -17,7 +17,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_chec
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.gptq import columns, solver
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
-from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.schemes.registry import KERNELS
 from quantmint.pipeline.quantize.schemes.scales import amax, fp8_scale
 from quantmint.pipeline.store.disk import sha256_of

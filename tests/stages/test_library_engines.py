@@ -22,7 +22,7 @@ from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
 from quantmint.pipeline.quantize.engines.libraries.job import LibraryJob, load_batches
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
-from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.runs.planner import build_plan, cut
 from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.session import open_setting

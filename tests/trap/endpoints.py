@@ -23,7 +23,7 @@ from quantmint.pipeline.quantize.digest import template_digest, tokenizer_digest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.inspection.findings import Inspection
 from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
-from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.recipe.sections import CanaryGate
 from tests.trap.checkpoints import SMOLLM2, Sound
 

@@ -33,7 +33,7 @@ _PLACE = "holders.socket"
 _MODEL = (
     "transformers.models.llama.modeling_llama",
     "quantmint.pipeline.quantize.engines.libraries.job",
-    "quantmint.pipeline.quantize.model.structure",
+    "quantmint.pipeline.quantize.model.reader",
 )
 # First what imports the library as it has to be imported.
 _ENGINES = {

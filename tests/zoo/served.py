@@ -185,7 +185,7 @@ def reference_answer(folder: Path) -> Answer:
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
     from quantmint.pipeline.quantize.formats.layout import Claims, layout_of
     from quantmint.pipeline.quantize.model.builder import meta_model
-    from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.model.reader import read_structure
     from quantmint.pipeline.serving.reference.model import CheckpointLoader
 
     try:
@@ -220,7 +220,7 @@ def _dequantized(folder: Path) -> Any:
     from quantmint.pipeline.quantize.formats.layout import layout_of
     from quantmint.pipeline.quantize.inspection.findings import expected_tensors
     from quantmint.pipeline.quantize.model.builder import meta_model
-    from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.model.reader import read_structure
     from quantmint.pipeline.quantize.schemes.registry import dequantize
 
     checkpoint = open_checkpoint(folder)

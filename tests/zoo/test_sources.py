@@ -69,7 +69,7 @@ def test_a_module_that_is_taken_out_of_the_ignored_ones_is_found(
 ) -> None:
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
     from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
-    from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.model.reader import read_structure
 
     out = tmp_path / "out"
     assert str(outcome_of(name.partition("+")[0], "ptpc_fp8", source(name), out, keep=True)) == "sound"

@@ -25,7 +25,7 @@ from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.builder import meta_model
 from quantmint.pipeline.quantize.model.draft import read_draft
 from quantmint.pipeline.quantize.model.outcomes import SOURCE_SCHEMES
-from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.recipe.json_schema import faults_of
 from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.recipe.schema import Recipe

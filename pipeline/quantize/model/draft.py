@@ -16,7 +16,8 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import SIXTEEN_BIT, Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.model.encodings import LEFTOVERS, quantized_by, source_encoding
 from quantmint.pipeline.quantize.model.experts import WeightSource
-from quantmint.pipeline.quantize.model.structure import OUTPUT_HEAD, Structure, read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
+from quantmint.pipeline.quantize.model.structure import OUTPUT_HEAD, Structure
 
 _CLASS = re.compile(r"eagle3|dflash", re.IGNORECASE)
 _HEAD = re.compile(r"(^|\.)lm_head$")

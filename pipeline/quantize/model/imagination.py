@@ -1,24 +1,73 @@
-"""The tensors that a release holds, from its config.json alone: for planning where the weights are not here."""
+"""A release's tensors and structure from its config.json alone: for planning where the weights are not here."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from quantmint.calibration.decoders import BLOCK
-from quantmint.calibration.encodings import BLOCKS, SCALE_SUFFIX, Stored, is_block_fp8
-from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME, TensorInfo, tensor_bytes
+from quantmint.calibration.encodings import BLOCKS, SCALE_SUFFIX, Stored, is_block_fp8, plain_name
+from quantmint.pipeline.quantize.formats.checkpoint import (
+    SINGLE_NAME,
+    Checkpoint,
+    TensorInfo,
+    read_config,
+    tensor_bytes,
+)
 from quantmint.pipeline.quantize.formats.layout import layout, weight_tensors
+from quantmint.pipeline.quantize.model.builder import meta_model, stored_tensors
+from quantmint.pipeline.quantize.model.classifier import TensorClassifier
+from quantmint.pipeline.quantize.model.encodings import LEFTOVERS, input_rounding, quantized_by, source_encoding
+from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.modules import declared_quantization
 
 _LAYER = re.compile(r"^(.*\blayers\.)(\d+)\.")
 
 
-def imagined_tensors(
+def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoint, Structure]:
+    """Return the checkpoint, in one file, that a model's ``config.json`` stands for, and its structure.
+
+    It is for planning where the weights are not here: names, dtypes and sizes are those of the release.
+    """
+    model = meta_model(folder, trust_remote_code=trust_remote_code)
+    config = read_config(folder)
+    plain = _imagined_tensors(stored_tensors(model), model, config, ())
+    structure = TensorClassifier(model, {**config, "quantization_config": None}, plain).structure()
+    tensors = _imagined_tensors(stored_tensors(model), model, config, structure.linear)
+    checkpoint = Checkpoint(folder, config, tuple(sorted({file for file, _ in tensors.values()})), tensors)
+    encoding = source_encoding(config, tensors)
+    stored_as = {plain_name(name): name for name in encoding.weights}
+    weights = {
+        module: replace(
+            weight,
+            tensor=stored_as[weight.tensor],
+            encoded=encoding.weights[stored_as[weight.tensor]],
+            transposed=False,  # only of stacks, whose encodings are not
+        )
+        if weight.tensor in stored_as
+        else weight
+        for module, weight in structure.weights.items()
+    }
+    scales = encoding.scales
+    leftovers = [name for name in tensors if name.endswith(LEFTOVERS) and name not in scales]
+    return checkpoint, replace(
+        structure,
+        encoded=encoding.weights,
+        weights=weights,
+        dropped=tuple(leftovers if encoding.weights else ()),
+        quantized_by=quantized_by(config),
+        undecodable=encoding.obstacle,
+        rounds_inputs=input_rounding(config) is not None,
+    )
+
+
+def _imagined_tensors(
     stored: Mapping[str, Stored], model: Any, config: Mapping[str, Any], linear: Collection[str]
 ) -> dict[str, tuple[str, TensorInfo]]:
     """Lay out the tensors of a release in one file; return the file and entry of each by name.

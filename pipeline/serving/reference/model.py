@@ -28,7 +28,8 @@ from quantmint.pipeline.quantize.formats.layout import Claims, layout_of
 from quantmint.pipeline.quantize.inspection.findings import check_structure, expected_tensors
 from quantmint.pipeline.quantize.model.builder import meta_model
 from quantmint.pipeline.quantize.model.experts import ExpertSlice, expert_slice
-from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
+from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.rounding import Scales, round_activations
 from quantmint.pipeline.quantize.schemes.registry import dequantize
 from quantmint.pipeline.quantize.schemes.scales import MX_GROUP

@@ -86,7 +86,7 @@ def forge(folder: Path, **changes: Any) -> None:
 def _inspect(folder: Path, source: Path) -> Inspection:
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
     from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
-    from quantmint.pipeline.quantize.model.structure import read_structure
+    from quantmint.pipeline.quantize.model.reader import read_structure
 
     checkpoint, original = open_checkpoint(folder), open_checkpoint(source)
     return inspect_checkpoint(checkpoint, read_structure(source, original.tensors), source=original)

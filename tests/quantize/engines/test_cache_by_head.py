@@ -17,7 +17,7 @@ from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice, layout
 from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
-from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from tests.measuring import observe
 

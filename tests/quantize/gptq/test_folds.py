@@ -21,8 +21,8 @@ from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, Gp
 from quantmint.pipeline.quantize.gptq.runner import InputSample
 from quantmint.pipeline.quantize.gptq.scaling import ChannelReader, ChannelScaling, best_factors
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.model.selection import select
-from quantmint.pipeline.quantize.model.structure import read_structure
 from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.serving.reference.model import load
 from tests.quantize.gptq.test_loop import write_scaled

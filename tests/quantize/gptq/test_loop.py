@@ -23,8 +23,9 @@ from quantmint.pipeline.quantize.gptq.loop import quantize_layers
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings
 from quantmint.pipeline.quantize.gptq.runner import GptqRunner
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.model.selection import select
-from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.registry import dequantize
 from quantmint.pipeline.recipe.quantization import Quantization
 from tests.zoo.models import build

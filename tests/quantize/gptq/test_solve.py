@@ -17,8 +17,9 @@ from quantmint.pipeline.quantize.gptq import solve as solve_module
 from quantmint.pipeline.quantize.gptq.request import GptqSettings
 from quantmint.pipeline.quantize.gptq.solve import Solution, gptq_bytes, solve
 from quantmint.pipeline.quantize.gptq.weights import InputGroup, Member
+from quantmint.pipeline.quantize.model.imagination import imagine
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.model.selection import select
-from quantmint.pipeline.quantize.model.structure import imagine, read_structure
 from quantmint.pipeline.recipe.quantization import Quantization
 
 ASSETS = Path(__file__).parents[2] / "assets" / "configs"

@@ -11,7 +11,7 @@ import pytest
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.inspection.findings import Inspection
 from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
-from quantmint.pipeline.quantize.model.structure import read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
 
 
 def inspect(folder: Path, source: Path) -> Inspection:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME, open_checkpoint
-from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.quantize.model.reader import read_structure
+from quantmint.pipeline.quantize.model.structure import Structure
 
 StructureOf = Callable[[Path], Structure]
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.model import structure as module
-from quantmint.pipeline.quantize.model.structure import Structure, read_structure
+from quantmint.pipeline.quantize.model import reader as module
+from quantmint.pipeline.quantize.model.reader import read_structure
+from quantmint.pipeline.quantize.model.structure import Structure
 
 
 class AskedError(Exception):

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from quantmint.pipeline.quantize.formats.checkpoint import SINGLE_NAME
 from quantmint.pipeline.quantize.model.experts import WeightSource
+from quantmint.pipeline.quantize.model.imagination import imagine
 from quantmint.pipeline.quantize.model.selection import select
-from quantmint.pipeline.quantize.model.structure import Structure, imagine
+from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.quantization import Quantization
 
 Models = Callable[..., Path]

@@ -11,8 +11,10 @@ import torch
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.builder import meta_model
+from quantmint.pipeline.quantize.model.imagination import imagine
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.model.selection import select
-from quantmint.pipeline.quantize.model.structure import Structure, imagine, read_structure
+from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.quantization import Quantization
 from tests.zoo.models import build
 

@@ -12,7 +12,8 @@ import pytest
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 from quantmint.pipeline.quantize.formats.layout import Choice
-from quantmint.pipeline.quantize.model.structure import Structure, imagine
+from quantmint.pipeline.quantize.model.imagination import imagine
+from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.calibration import Calibration
 from quantmint.pipeline.stages.cost import CalibrateVolume, QuantizeVolume, calibrate_volume, quantize_volume
 

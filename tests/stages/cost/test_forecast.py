@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.model.structure import imagine, read_structure
+from quantmint.pipeline.quantize.model.imagination import imagine
+from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.recipe.load import load_recipe
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.runs.weights import forecast_weights, machine_of
