@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from quantmint.calibration.hessians import InputStatistics, Rounding, add_square, mirrored
+from quantmint.calibration.hessians import InputStatistics, add_square, mirrored
 from quantmint.calibration.hooks import hooked, taking_inputs
+from quantmint.calibration.inputs import Rounding
 from quantmint.calibration.lazy import torch
 
 

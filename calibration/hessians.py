@@ -15,11 +15,10 @@ from typing import Any
 
 from quantmint.calibration.activations import States
 from quantmint.calibration.hooks import EarlyStop, entering, following, preceding, substituted, with_input
+from quantmint.calibration.inputs import InputRounder, Rounding
 from quantmint.calibration.lazy import torch
 
 _BLOCKS = 4  # of rows of X^T X: what lies left of the diagonal's block is computed in none of them
-Rounding = Callable[["torch.Tensor"], "torch.Tensor"]
-"""Rounds an input [..., I] as the served model does, in the dtype that it had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +194,7 @@ class StatisticsCollector:
         self._held_out, self._batch = held_out, 0
         self._statistics: dict[str, InputStatistics] = {}  # by the first module that an input meets
         self._first: dict[str, str] = {}  # that module, by each module of the input
-        self._last: tuple[Any, Rounding, torch.Tensor, str] | None = None
+        self._rounder = InputRounder()
         self._reference_inputs: dict[str, torch.Tensor] = {}
         self._reference_states: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._hidden: torch.Tensor | None = None  # the served model's hidden states, as modules have added to them
@@ -300,10 +299,8 @@ class StatisticsCollector:
 
     def _take(self, model: Any, name: str, tensor: torch.Tensor, rounding: Rounding) -> torch.Tensor:
         """Return a module's rounded input; add it to the sums unless another module read the same input before."""
-        if self._last is None or self._last[0] is not tensor or self._last[1] is not rounding:
-            self._last = tensor, rounding, rounding(tensor), name
-        rounded = self._last[2]
-        if name in self._modules and self._first.setdefault(name, self._last[3]) == name:
+        rounded = self._rounder(tensor, rounding, name)
+        if name in self._modules and self._first.setdefault(name, self._rounder.reader) == name:
             self._add(name, model.get_submodule(name), rounded.reshape(-1, rounded.shape[-1]))
         return rounded
 
@@ -348,7 +345,8 @@ class StatisticsCollector:
 
     def end_batch(self) -> None:
         """Free the tensors of the batch."""
-        self._last = self._hidden = None
+        self._rounder.clear()
+        self._hidden = None
         self._reference_inputs.clear()
         self._reference_states.clear()
 

@@ -8,13 +8,15 @@ round the largest magnitude's exponent up where its mantissa would not fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from quantmint.calibration.elements import ELEMENT_TYPES
+from quantmint.calibration.inputs import Rounding
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.schemes import ActivationFormat, MxScales
 from quantmint.pipeline.quantize.schemes.elements import to_nearest
-from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP, NV_GROUP
+from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP, NV_GROUP, fp8_scale
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 """Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""
@@ -39,6 +41,23 @@ def round_activations(
         assert input_scale is not None, "a static format without its scale"  # noqa: S101 - the loader reads it
         return round_nvfp4(x, input_scale) if activations.group == NV_GROUP else round_fp8(x, input_scale)
     return _by_row(x, activations.dtype, activations.group)
+
+
+@cache
+def activation_rounding(activations: ActivationFormat, largest: float | None) -> Rounding:
+    """Return the function that rounds inputs as served; equal formats and ranges give the same function object.
+
+    ``largest`` is the range of the inputs of a static format, whose scale is ``largest`` / 448.
+    """
+    if activations.kind == "none":
+        return lambda inputs: inputs
+    scale = None if largest is None else fp8_scale(torch.tensor(largest))
+
+    def rounded(inputs: torch.Tensor) -> torch.Tensor:
+        input_scale = None if scale is None else scale.to(inputs.device)
+        return round_activations(inputs, activations, input_scale).to(inputs.dtype)
+
+    return rounded
 
 
 def round_fp8(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:

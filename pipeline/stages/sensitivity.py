@@ -15,21 +15,22 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
+from quantmint.calibration.inputs import InputRounder, Rounding, rounding_inputs
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica, replica, sources
 from quantmint.calibration.room import measuring
 from quantmint.calibration.sensitivity import ModuleChange, Tensors, measure
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.base.hardware import hardware
-from quantmint.pipeline.base.schemes import ActivationFormat, MxScales, activations_on, scheme
+from quantmint.pipeline.base.schemes import MxScales, activations_on, scheme
 from quantmint.pipeline.quantize.budget import Group, Option, Roofline
 from quantmint.pipeline.quantize.device import resolve_devices
 from quantmint.pipeline.quantize.formats.checkpoint import read_json
 from quantmint.pipeline.quantize.gptq.solver import SUPPORTED, factorize, round_weight
 from quantmint.pipeline.quantize.model.experts import expert_slice, part_of
-from quantmint.pipeline.quantize.rounding import round_activations
+from quantmint.pipeline.quantize.rounding import activation_rounding
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, SCHEMES
-from quantmint.pipeline.quantize.schemes.scales import fp8_scale
+from quantmint.pipeline.quantize.schemes.scales import FP8_MAX
 from quantmint.pipeline.recipe.modules import fused_with, is_excluded, override_of, text_config
 from quantmint.pipeline.recipe.quantization import AUTO, Quantization
 from quantmint.pipeline.serving.reference.model import round_inputs
@@ -260,32 +261,33 @@ class _Changes:
         ``largest`` are the ranges of inputs by module, for static scales.
         """
         with ExitStack() as stack:
-            rounds: defaultdict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
-            # The same input is rounded once where it meets the same function.
-            shared = cache(partial(_entering, activations_on(name, self._mx_scales)))
+            linear: dict[str, Rounding] = {}
+            experts: defaultdict[str, dict[tuple[str, int], Rounding]] = defaultdict(dict)
+            rounder = InputRounder()
             for module in modules:
-                weight_name, site, scale = self._own[module], self._site(module), None
+                weight_name, site, limit = self._own[module], self._site(module), None
                 if scheme(name).needs_ranges:
                     # An expert that no token was sent to has no range, and no part in any cost.
-                    scale = float(fp8_scale(largest[module].float())) if module in largest else 1.0
-                rounded = shared(scale)
+                    limit = float(largest[module]) if module in largest else FP8_MAX
+                rounding = activation_rounding(activations_on(name, self._mx_scales), limit)
                 owner = self._model.get_submodule(site)
                 if weight_name == site:
                     stack.callback(setattr, owner, "weight", owner.weight)
                     owner.weight = torch.nn.Parameter(self._made(weight_name, _kernel(name)), requires_grad=False)
-                    stack.callback(owner.register_forward_pre_hook(rounded.hook).remove)
+                    linear[site] = rounding
                     continue
                 part_of_stack = part_of(module)
                 assert part_of_stack is not None  # noqa: S101 - it is one of a stack
                 place = expert_slice(owner, site, int(weight_name.rpartition(".")[2]), part_of_stack[1])
-                if site not in rounds:
+                if site not in experts:
                     for key, parameter in list(owner.named_parameters(recurse=False)):
                         stack.callback(setattr, owner, key, parameter)
                         setattr(owner, key, torch.nn.Parameter(parameter.detach().clone(), requires_grad=False))
                 part = place.of(getattr(owner, place.parameter))
                 part.copy_(self._rounded(part.contiguous(), _kernel(name)))
-                rounds[site][place.parameter, place.expert] = rounded
-            for site, roundings in rounds.items():
+                experts[site][place.parameter, place.expert] = partial(rounder, rounding=rounding)
+            stack.enter_context(rounding_inputs(self._model, linear))
+            for site, roundings in experts.items():
                 for handle in round_inputs(self._model.get_submodule(site), roundings):
                     stack.callback(handle.remove)
             yield
@@ -308,21 +310,3 @@ class _Changes:
 def _kernel(name: str) -> str:
     """Return the name of the kernel that rounds weights as the scheme stores them."""
     return SCHEMES[name].kernel.name
-
-
-class _entering:  # noqa: N801 - a function with a memory
-    """A function that rounds layer inputs as a scheme serves them, and rounds the same tensor once."""
-
-    def __init__(self, activations: ActivationFormat, scale: float | None) -> None:
-        self._row = activations
-        self._scale = None if scale is None else torch.tensor(scale)
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def __call__(self, entering: torch.Tensor) -> torch.Tensor:
-        if self._last is None or self._last[0] is not entering:
-            scale = None if self._scale is None else self._scale.to(entering.device)
-            self._last = entering, round_activations(entering, self._row, scale).to(entering.dtype)
-        return self._last[1]
-
-    def hook(self, _: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (self(inputs[0]), *inputs[1:])

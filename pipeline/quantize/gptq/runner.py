@@ -26,8 +26,9 @@ from typing import Any, TypeVar
 from quantmint.calibration.activations import Activations, States
 from quantmint.calibration.caches import empty_cache
 from quantmint.calibration.experts import ExpertCollector, rounding_experts, stacks
-from quantmint.calibration.hessians import InputStatistics, LayerTrace, Rounding, StatisticsCollector, TensorCache
+from quantmint.calibration.hessians import InputStatistics, LayerTrace, StatisticsCollector, TensorCache
 from quantmint.calibration.hooks import entering, following
+from quantmint.calibration.inputs import Rounding
 from quantmint.calibration.layers import PARTS, LayerRunner
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica

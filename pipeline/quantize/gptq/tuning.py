@@ -22,8 +22,7 @@ from quantmint.calibration.activations import States, digest_of, save_whole
 from quantmint.calibration.caches import empty_cache
 from quantmint.calibration.calls import Call, record
 from quantmint.calibration.experts import rounding_experts, stacks
-from quantmint.calibration.hessians import Rounding
-from quantmint.calibration.hooks import entering, preceding, with_input
+from quantmint.calibration.inputs import Rounding, rounding_inputs
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.parts import head_name
 from quantmint.calibration.replica import Replica
@@ -278,28 +277,22 @@ class _TunedModel:
 
     def _run(self, layer: int, numbers: Numbers, batch: int, states: States) -> States:
         """Return the states behind a layer with its ``numbers``, with inputs rounded as served."""
-        name, model, last = self.layers[layer], self._replica.model, list[Any]([None, None, None])
+        name, model = self.layers[layer], self._replica.model
         module, inside = model.get_submodule(name), f"{name}."
         parameters = dict(self._parameters(layer))
         for parameter in self.members:
             if parameter in numbers and parameter.startswith(inside):
                 inner = parameter.removeprefix(inside)
                 parameters[inner] = _tuned(parameters[inner], numbers[parameter])
-        linear = {of: rounding for of, rounding in self._task.roundings.linear.items() if of.startswith(inside)}
-        experts = {
-            of: _straight(rounding) for of, rounding in self._task.roundings.experts.items() if of.startswith(inside)
-        }
-
-        def before(of: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            tensor, rounding = entering(args, kwargs), linear[of]
-            if last[0] is not tensor or last[1] is not rounding:  # several modules read the same input
-                last[:] = tensor, rounding, rounded_straight(tensor, rounding)
-            return with_input(args, kwargs, last[2])
+        linear, experts = (
+            {of: _straight(rounding) for of, rounding in roundings.items() if of.startswith(inside)}
+            for roundings in (self._task.roundings.linear, self._task.roundings.experts)
+        )
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(module, parameters, args, kwargs)
 
-        with preceding(model, linear, before), rounding_experts(model, stacks(model, name, experts), experts):
+        with rounding_inputs(model, linear), rounding_experts(model, stacks(model, name, experts), experts):
             return self._call(batch)[1][layer].run(forward, states, empty_cache(model))
 
     def _parameters(self, layer: int) -> dict[str, torch.Tensor]:
@@ -352,14 +345,15 @@ class _TunedModel:
         return self._copies[id(tensor)][1]
 
 
-def rounded_straight(tensor: torch.Tensor, rounding: Rounding) -> torch.Tensor:
-    """Return ``rounding`` of a tensor, with the gradient of the tensor itself."""
-    rounded: torch.Tensor = _straight_through().apply(tensor, rounding)
-    return rounded
-
-
+@cache
 def _straight(rounding: Rounding) -> Rounding:
-    return lambda tensor: rounded_straight(tensor, rounding)
+    """Return ``rounding`` with the gradient of the tensor itself: the same function object for the same rounding."""
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _straight_through().apply(tensor, rounding)
+        return result
+
+    return rounded
 
 
 @cache

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from quantmint.calibration.encodings import plain_name
-from quantmint.calibration.hessians import InputStatistics, Rounding
+from quantmint.calibration.hessians import InputStatistics
+from quantmint.calibration.inputs import Rounding
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica, sources
 from quantmint.pipeline.base.errors import StageError
-from quantmint.pipeline.base.schemes import ActivationFormat, MxScales, activations_on
+from quantmint.pipeline.base.schemes import MxScales, activations_on
 from quantmint.pipeline.quantize.engines.stream.plan import Step
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.gptq.runner import InputRoundings
 from quantmint.pipeline.quantize.gptq.solver import SUPPORTED
 from quantmint.pipeline.quantize.model.experts import expert_slice
 from quantmint.pipeline.quantize.model.structure import Structure
-from quantmint.pipeline.quantize.rounding import round_activations
+from quantmint.pipeline.quantize.rounding import activation_rounding
 from quantmint.pipeline.quantize.schemes.registry import KERNELS
-from quantmint.pipeline.quantize.schemes.scales import amax, fp8_scale
+from quantmint.pipeline.quantize.schemes.scales import amax
 from quantmint.pipeline.quantize.schemes.scheme import Kernel
 
 
@@ -145,7 +145,7 @@ class ServedInputs:
         limit = self._ranges.get(f"{step.name}.input_scale")
         limit = limit if limit is None or largest is None else largest.amax()
         activations = activations_on(self._choice.schemes[step.name], self._mx_scales)
-        return _rounding(activations, None if limit is None else float(limit))
+        return activation_rounding(activations, None if limit is None else float(limit))
 
     def roundings(self, weights: ModelWeights, layer: str | None = None) -> InputRoundings:
         """Return the roundings of the inputs of all modules that GPTQ rounds, or of those in ``layer``."""
@@ -163,20 +163,6 @@ class ServedInputs:
         if (name := f"{step.name}.input_scale") in self._ranges:
             self._ranges[name] = largest.amax().reshape(1).cpu()
             self.changed[name] = float(self._ranges[name])
-
-
-@cache
-def _rounding(activations: ActivationFormat, largest: float | None) -> Rounding:
-    """Return the function that rounds inputs as served; equal formats and ranges give the same function object."""
-    if activations.kind == "none":
-        return lambda inputs: inputs
-    scale = None if largest is None else fp8_scale(torch.tensor(largest))
-
-    def rounded(inputs: torch.Tensor) -> torch.Tensor:
-        input_scale = None if scale is None else scale.to(inputs.device)
-        return round_activations(inputs, activations, input_scale).to(inputs.dtype)
-
-    return rounded
 
 
 def _own_modules(replica: Replica, steps: Mapping[str, Step]) -> dict[str, str]:
