@@ -134,7 +134,7 @@ def _pass_seconds(
     on_gpu = machine.rates.link is not None
     free = machine.device_memory - once.device_memory if on_gpu else machine.memory - once.memory
     shapes = {name: shape for name, shape in structure.linear.items() if name in schemes}
-    passes = expert_passes(shapes, max(free, 0), on_gpu=on_gpu)
+    passes = expert_passes(structure, shapes, max(free, 0), on_gpu=on_gpu)
     forward = (once.parts["products"] + once.parts["scores"]) / len(machine.devices)
     return passes * forward / max(len(structure.attention), 1)
 

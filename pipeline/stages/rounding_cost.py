@@ -8,13 +8,14 @@ launches of a few small kernels, which a GPU replays from a graph.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Final
 
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.quantize.gptq.runner import expert_count
 from quantmint.pipeline.quantize.gptq.tuning import EVALUATIONS
+from quantmint.pipeline.quantize.model.experts import stack_of
+from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.modules import fused_with
 from quantmint.pipeline.stages.rates import Rates
 
@@ -32,8 +33,6 @@ _SIDE_BY_SIDE: Final = 10
 _CHANGE_S: Final = 0.01
 """Of one group of modules in one scheme for one sample: hooks, and inputs rounded as they are served."""
 _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
-_PROJECTION: Final = re.compile(r"(.+\.experts)\.\d+\.(\w+)")
-_DOWN: Final = ("down_proj", "w2")
 
 Shapes = Mapping[str, tuple[int, int]]
 """Rows and columns of each linear weight, by its module."""
@@ -69,25 +68,25 @@ def hessian_seconds(shapes: Shapes, tokens: float, share: float, rate: float, *,
     return sums * operations / rate
 
 
-def expert_passes(shapes: Shapes, free: int, *, on_gpu: bool) -> int:
+def expert_passes(structure: Structure, shapes: Shapes, free: int, *, on_gpu: bool) -> int:
     """Return how often GPTQ runs a layer for its experts, of all layers together.
 
-    A pass sums the Hessians of as many experts of a stack as fit (`Runner.steps`); gate and up are one stack.
-    ``shapes`` are [out_features, in_features] of the modules that are rounded, ``free`` the bytes of a device's memory
-    beside the model and the hidden states.
+    A pass sums the Hessians of as many experts of one of the model's stacks as fit (`GptqRunner.steps`). ``shapes`` are
+    [out_features, in_features] of the modules that are rounded, ``free`` the bytes of a device's memory beside the
+    model and the hidden states.
     """
-    projections: dict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
+    names = frozenset(structure.stacks)
+    stacks: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for module, shape in shapes.items():
-        if (match := _PROJECTION.fullmatch(module)) is not None:
-            projections[match[1], match[2]].append(shape)
-    stacks: dict[tuple[str, bool], tuple[int, int, int]] = {}
-    for (container, projection), members in projections.items():
-        stack, (rows, columns) = (container, projection in _DOWN), members[0]
-        stacks[stack] = len(members), rows + stacks.get(stack, (0, 0, 0))[1], columns
-    return sum(
-        -(-count // expert_count(free // 4, max(rows, columns), columns, on_gpu=on_gpu))
-        for count, rows, columns in stacks.values()
-    )
+        inside = structure.modules[module]
+        if (stack := stack_of(inside, names)) is not None:
+            stacks.setdefault(stack, {}).setdefault(inside.rpartition(".")[2], []).append(shape)
+    passes = 0
+    for projections in stacks.values():
+        experts = max(map(len, projections.values()))
+        rows, columns = sum(members[0][0] for members in projections.values()), next(iter(projections.values()))[0][1]
+        passes += -(-experts // expert_count(free // 4, max(rows, columns), columns, on_gpu=on_gpu))
+    return passes
 
 
 def tuning_seconds(flops: float, layers: int, steps: int, evaluated: float, rates: Rates) -> float:

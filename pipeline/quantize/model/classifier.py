@@ -39,6 +39,7 @@ from quantmint.pipeline.quantize.model.experts import (
     single_name,
     single_shape,
     split,
+    stack_names,
     stacked_names,
     stacks_experts,
 )
@@ -135,6 +136,7 @@ class TensorClassifier:
             encoded=self._encoded,
             dropped=tuple(self._dropped),
             modules={**self._modules, **attention},
+            stacks=stack_names(self._owners),
             copied=dict(sorted(self._copied.items())),
             unclaimed=self._unclaimed,
             predictor=tuple(sorted(self._roots)),

@@ -18,7 +18,7 @@ of experts that is not in the table is unclaimed: a recipe must exclude its tens
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -72,6 +72,28 @@ _STACKS: Mapping[str, tuple[str, ...]] = {**{name: (f"{{}}.{name}",) for name in
 def stacks_experts(module: Any) -> bool:
     """Return whether a module holds the projections of several experts in 3-D parameters."""
     return any(name in _PARTS and p.ndim == 3 for name, p in module.named_parameters(recurse=False))
+
+
+def stack_names(modules: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the 3-D parameters that stack experts, of a model's ``modules`` by name."""
+    return tuple(
+        f"{path}.{name}"
+        for path, module in modules.items()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in _PARTS and parameter.ndim == 3
+    )
+
+
+def stack_of(module_name: str, stacks: Collection[str]) -> str | None:
+    """Return which of the ``stacks`` holds a single expert's projection, by the projection's name in the model.
+
+    None for a module that is not stacked.
+    """
+    if (single := _SINGLE.fullmatch(module_name)) is None:
+        return None
+    experts, _, projection = single.groups()
+    names = (f"{experts}.{key}" for key, parts in _PARTS.items() if projection in (key, *parts))
+    return next((name for name in names if name in stacks), None)
 
 
 def holds_experts(module: Any) -> bool:

@@ -32,19 +32,19 @@ class Structure:
     ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
     quantized checkpoint. ``biases`` are the biases of single experts that are stacked, by module. ``encoded`` maps each
     tensor of the source that is not in 16 bit to its encoding, and ``dropped`` are tensors of its quantization that no
-    decoded weight needs. ``modules`` maps linear
-    and attention modules to their names in transformers' model, with ``{experts}.{number}.{projection}`` for one of the
-    experts that it stacks. ``aliases`` are the names by which vLLM asks for a module, where they are not its own; none
-    where no name reaches it. ``joined`` are kinds of modules (names with * for numbers) behind whose rows vLLM puts
-    those of other modules in one matrix, with the last names of all modules in it. ``walk_obstacle`` is why the layers
-    cannot be run one at a time, ``text_obstacle`` why the model cannot be run on text alone, each as part of a
-    sentence; ``unreached`` are the linear and attention modules that text alone does not run, so that nothing of them
-    can be measured. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear modules
-    that vLLM folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that are called
-    like those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM builds
-    without a quantization. ``quantized_by`` is the quantization that the folder declares, but for FP8 in
-    blocks; ``undecodable`` is why the folder is no source, as part of a sentence; ``rounds_inputs`` is whether the
-    configuration rounds the inputs of linear layers.
+    decoded weight needs. ``modules`` maps linear and attention modules to their names in transformers' model, with
+    ``{experts}.{number}.{projection}`` for one of the experts that it stacks; ``stacks`` are the parameters that stack
+    them there. ``aliases`` are the names by which vLLM asks for a module, where they are not its own; none where no
+    name reaches it. ``joined`` are kinds of modules (names with * for numbers) behind whose rows vLLM puts those of
+    other modules in one matrix, with the last names of all modules in it. ``walk_obstacle`` is why the layers cannot be
+    run one at a time, ``text_obstacle`` why the model cannot be run on text alone, each as part of a sentence;
+    ``unreached`` are the linear and attention modules that text alone does not run, so that nothing of them can be
+    measured. ``latent`` is whether attention caches one latent for all heads; ``absorbed`` are linear modules that vLLM
+    folds into their neighbours when it loads them; ``scales`` are tensors of the model itself that are called like
+    those of a quantization; ``unquantizable`` counts the elements of the decoder's matrices that vLLM builds without a
+    quantization. ``quantized_by`` is the quantization that the folder declares, but for FP8 in blocks; ``undecodable``
+    is why the folder is no source, as part of a sentence; ``rounds_inputs`` is whether the configuration rounds the
+    inputs of linear layers.
 
     ``faults`` are contradictions between the configuration and the tensors on disk, each a rule, a tensor and words:
     what the configuration implies and nobody stored, what has another shape, and what is stored for no module.
@@ -58,6 +58,7 @@ class Structure:
     encoded: Mapping[str, Encoded] = field(default_factory=dict, compare=False)
     dropped: tuple[str, ...] = field(default=(), compare=False)
     modules: Mapping[str, str] = field(default_factory=dict, compare=False)
+    stacks: tuple[str, ...] = field(default=(), compare=False)
     copied: Mapping[str, int] = field(default_factory=dict, compare=False)
     unclaimed: Mapping[str, str] = field(default_factory=dict)
     predictor: tuple[str, ...] = ()
