@@ -2,7 +2,7 @@
 
     model, recorder = Builder().build(builder.configure(folder))
 
-Imported by `vllm_loaders` in vLLM's environment, where it lies beside the script; imports nothing of quantmint.
+Imported by `vllm_table` in vLLM's environment, where it lies beside the script; imports nothing of quantmint.
 """
 
 from __future__ import annotations
