@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,18 @@ def words() -> tuple[str, ...]:
         "name: words\ndescription: Words.\nfile: words.txt\nsamples: 8\nsequence_length: 64\nseed: 2\n"
     )
     return "--calibration", "words.yaml"
+
+
+@pytest.fixture
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def large_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("quantmint.pipeline.runs.forecast", "quantmint.pipeline.runs.preflight"):
+        monkeypatch.setattr(f"{place}.free_bytes", lambda path: 10**16)
