@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from quantmint.pipeline.recipe.quantization import Quantization
@@ -53,7 +54,12 @@ def matches(pattern: str, name: str) -> bool:
 
     After `re:` the pattern is a regular expression that must match at the beginning of the name; else it is the name.
     """
-    return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
+    return _compiled(pattern[3:]).match(name) is not None if pattern.startswith("re:") else pattern == name
+
+
+@cache  # several patterns meet 70,000 names in one plan
+def _compiled(expression: str) -> re.Pattern[str]:
+    return re.compile(expression)
 
 
 def assigned(quantization: Quantization, name: str) -> str | None:

@@ -33,7 +33,7 @@ from quantmint.pipeline.stages.checks import as_asked
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.gate import policy_of
 from quantmint.pipeline.stages.setting import Setting
-from quantmint.pipeline.stages.sizes import Prediction, model_for, predict
+from quantmint.pipeline.stages.sizes import Prediction, model_for, planned_shards, predict
 from quantmint.pipeline.stages.source import config_folder, require_tokenizer
 from quantmint.pipeline.stages.stage import Planned
 from quantmint.pipeline.store.disk import free_bytes
@@ -131,10 +131,11 @@ def forecast_run(
     missing = missing_stages(plan, setting)
     require_tokens(setting, missing)
     model = model_for(setting, config or config_folder(setting.source))
-    prediction = predict(*model, recipe)
+    plans = planned_shards(*model, recipe)
+    prediction = predict(*model, recipe, plans)
     elsewhere = machine_elsewhere(machine, recipe.target.hardware, recipe.target.gpus)
     rates = machine_here(setting.device) if elsewhere is None else machine_of(elsewhere)
-    weights = forecast_weights(*model, recipe, rates, written=setting.written)
+    weights = forecast_weights(*model, recipe, rates, written=setting.written, plans=plans)
     estimate = Estimate(setting, prediction, weights.rates, weights.seconds, {}, None)
     bench, judged = _gate_forecast(setting, plan, estimate, here=elsewhere is None)
     expected = {name: task.expected for name, task in judged.tasks.items()}

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantmint.pipeline.base.machine import cores
 from quantmint.pipeline.quantize.device import device_memory, resolve_devices
-from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes
 from quantmint.pipeline.quantize.model.selection import select
@@ -40,6 +40,7 @@ from quantmint.pipeline.stages.rounding_cost import (
     rounding_seconds,
     tuning_seconds,
 )
+from quantmint.pipeline.stages.sizes import planned_shards
 
 
 def machine_here(device: str) -> tuple[MachineCapacity, Origin]:
@@ -94,10 +95,12 @@ def forecast_weights(
     where: tuple[MachineCapacity, Origin],
     *,
     written: Recipe | None = None,
+    plans: tuple[ShardPlan, ...] | None = None,
 ) -> WeightForecast:
     """Return the costs by stage on a machine ``where`` (with the origin of its rates), from tensor headers.
 
-    ``recipe`` has chosen schemes; ``written`` is the recipe before the choice (None: there was no choice).
+    ``recipe`` has chosen schemes; ``written`` is the recipe before the choice (None: there was no choice). ``plans``
+    are its `planned_shards` (None: they are made here).
     """
     machine, origin = where
     rates = machine.rates
@@ -110,11 +113,10 @@ def forecast_weights(
             stages["sensitivity"] = sensitivity_cost(source, structure, written, machine)
         if recipe.calibration is not None and needs_ranges(quantization):
             stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
-        choice, shared = select(structure, quantization), quantization.shared_scales
-        untouched = quantization.algorithm == "none"
-        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=shared, untouched=untouched)
-        stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
+        made = planned_shards(source, structure, recipe) if plans is None else plans
+        stages["quantize"] = quantize_cost(quantize_volume(made), machine)
         if quantization.by_layers and recipe.calibration is not None:
+            choice = select(structure, quantization)
             once = calibrate_cost(gptq_volume(source, structure, recipe), machine)
             rounding = gptq_seconds(source, structure, recipe, choice.schemes, machine)
             room = gptq_bytes(structure, choice.schemes, on_gpu=rates.link is not None)

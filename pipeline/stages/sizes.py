@@ -1,17 +1,19 @@
 """Sizes of a model and of the checkpoint that a recipe makes of it, from tensor headers alone.
 
-predict(*model_for(setting, folder), setting.recipe).checkpoint   bytes, exact for our own engine
+model = model_for(setting, folder)
+predict(*model, setting.recipe, planned_shards(*model, setting.recipe)).checkpoint   bytes, exact for our own engine
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from quantmint.pipeline.quantize.engines.libraries.job import checkpoint_bytes
-from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
 from quantmint.pipeline.quantize.model.imagination import imagine
 from quantmint.pipeline.quantize.model.reader import read_structure
@@ -48,18 +50,33 @@ class Prediction:
     active: int
 
 
-def predict(source: Checkpoint, structure: Structure, recipe: Recipe) -> Prediction:
-    """Predict a checkpoint's sizes from tensor headers, real or computed from config.json.
+def planned_shards(source: Checkpoint, structure: Structure, recipe: Recipe) -> tuple[ShardPlan, ...]:
+    """Return the layouts of the files that a recipe makes; none for an engine that lays them out itself.
 
     Raises `UserError` where the recipe cannot be applied to the model.
     """
+    quantization = recipe.quantization
+    if quantization.engine != "stream":
+        return ()
+    choice, untouched = select(structure, quantization), quantization.algorithm == "none"
+    shared = quantization.shared_scales
+    return plan_shards(source, structure, choice, quantization.format, shared_scales=shared, untouched=untouched)
+
+
+def predict(
+    source: Checkpoint, structure: Structure, recipe: Recipe, plans: tuple[ShardPlan, ...] | None = None
+) -> Prediction:
+    """Predict a checkpoint's sizes from tensor headers, real or computed from config.json.
+
+    ``plans`` are the `planned_shards`, which take seconds for a model of many experts (None: they are made here).
+    Raises `UserError` where the recipe cannot be applied to the model.
+    """
     choice = select(structure, recipe.quantization)
-    layout = recipe.quantization.format
     if recipe.quantization.engine == "stream":
-        untouched = recipe.quantization.algorithm == "none"
-        checkpoint = sum(plan.nbytes for plan in plan_shards(source, structure, choice, layout, untouched=untouched))
+        made = planned_shards(source, structure, recipe) if plans is None else plans
+        checkpoint = sum(plan.nbytes for plan in made)
     else:
-        checkpoint = checkpoint_bytes(source, structure, choice, layout)
+        checkpoint = checkpoint_bytes(source, structure, choice, recipe.quantization.format)
     return Prediction(
         parameters=structure.parameters,
         source=source.nbytes,
@@ -82,6 +99,12 @@ def model_for(setting: Setting, folder: Path) -> tuple[Checkpoint, Structure]:
     if any(folder.glob("*.safetensors")):
         source = open_checkpoint(folder)
         return source, read_structure(folder, source.tensors, trust_remote_code=trust)
+    files = ((path, path.stat()) for path in sorted(folder.iterdir()))
+    return _imagined(folder, trust, tuple((path, state.st_size, state.st_mtime_ns) for path, state in files))
+
+
+@lru_cache(maxsize=1)  # plans of one model on several machines, or of several recipes, imagine it once
+def _imagined(folder: Path, trust: bool, files: tuple[tuple[Path, int, int], ...]) -> tuple[Checkpoint, Structure]:
     return imagine(folder, trust_remote_code=trust)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.serving.environment import find_vllm
 from tests.zoo.models import add_predictor, build, encode_blocks, read, write
 
+Command = Callable[..., str]
 Quantized = Callable[..., Path]
 
 STYLES = {"deepseek_v3": "deepseek", "glm4_moe": "deepseek", "qwen3_next": "qwen", "qwen3_5_moe": "qwen"}
@@ -32,12 +32,17 @@ CASES = [
 ]
 
 
-def command(*arguments: object, code: int = 0) -> str:
-    """Run quantmint, require its exit code, and return what it wrote."""
-    words = [sys.executable, "-m", "quantmint", *map(str, arguments)]
-    run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == code, run.stderr or run.stdout
-    return run.stdout + run.stderr
+@pytest.fixture(scope="module")
+def command(warm_python: Path) -> Command:
+    """Return what runs quantmint, requires its exit code, and returns what it wrote."""
+
+    def run_command(*arguments: object, code: int = 0) -> str:
+        words = [str(warm_python), "-m", "quantmint", *map(str, arguments)]
+        run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
+        assert run.returncode == code, run.stderr or run.stdout
+        return run.stdout + run.stderr
+
+    return run_command
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="module")
-def quantized(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+def quantized(command: Command, source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     """Checkpoints in MXFP4 by source, `mtp` and layout, each made once by the command, which inspects them."""
     folders: dict[tuple[str, ...], Path] = {}
 
@@ -129,7 +134,9 @@ def test_a_predictor_is_declared_by_its_prefix(quantized: Quantized) -> None:
     assert list(config["quantization_config"]["layer_quant_config"]) == ["*mtp[.]*"]
 
 
-def test_gptq_leaves_a_predictor_to_the_nearest(source: Callable[[str], Path], tmp_path: Path) -> None:
+def test_gptq_leaves_a_predictor_to_the_nearest(
+    command: Command, source: Callable[[str], Path], tmp_path: Path
+) -> None:
     calibration = ("--calibration", "tiny", "--samples", 20, "--sequence-length", 32, "--batch-size", 4)
     options = ("--scheme", "mxfp4", "--mtp", "source", "--algorithm", "gptq", "--device", "cpu", *calibration)
     assert "inspection  PASS" in command("quantize", source("glm4_moe+fp8"), tmp_path / "out", *options)
@@ -138,7 +145,9 @@ def test_gptq_leaves_a_predictor_to_the_nearest(source: Callable[[str], Path], t
     assert torch.equal(after[key].view(torch.uint8), before[key].view(torch.uint8))
 
 
-def test_a_cache_in_quark_keeps_its_scales_beside_a_predictor(source: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_cache_in_quark_keeps_its_scales_beside_a_predictor(
+    command: Command, source: Callable[[str], Path], tmp_path: Path
+) -> None:
     calibration = ("--calibration", "tiny", "--samples", 20, "--sequence-length", 32, "--batch-size", 4)
     options = ("--scheme", "mxfp4", "--mtp", "ptpc_fp8", "--format", "quark", "--kv-cache", "fp8", *calibration)
     assert "inspection  PASS" in command("quantize", source("glm4_moe"), tmp_path / "out", *options)
@@ -155,7 +164,7 @@ def test_a_cache_in_quark_keeps_its_scales_beside_a_predictor(source: Callable[[
     ],
 )
 def test_what_cannot_be_made_is_refused(
-    source: Callable[[str], Path], tmp_path: Path, name: str, options: tuple[str, ...], said: str
+    command: Command, source: Callable[[str], Path], tmp_path: Path, name: str, options: tuple[str, ...], said: str
 ) -> None:
     folder = build("llama", tmp_path / "llama") if name == "llama" else source(name)
     output = command("quantize", folder, tmp_path / "out", "--scheme", "ptpc_fp8", *options, code=2)
@@ -164,7 +173,7 @@ def test_what_cannot_be_made_is_refused(
 
 @pytest.mark.parametrize("fault", ["scales", "declaration"])
 def test_a_predictor_that_is_declared_wrongly_is_found_by_name(
-    quantized: Quantized, tmp_path: Path, fault: str
+    command: Command, quantized: Quantized, tmp_path: Path, fault: str
 ) -> None:
     folder = broken(quantized("qwen3_next+fp8", "ptpc_fp8", "compressed-tensors"), tmp_path / "broken", fault)
     output = command("inspect", folder, code=1)

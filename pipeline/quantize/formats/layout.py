@@ -164,9 +164,17 @@ def weight_tensors(
     if not stores(checkpoint_format, scheme):
         stored_schemes = ", ".join(sorted(_table("tensors.yaml").get(checkpoint_format, {})))
         raise UserError(f"the format {checkpoint_format} has no layout for {scheme}; it has: {stored_schemes}.")
+    parts = _parts(checkpoint_format, scheme, shape, scale_dtype)
+    return tuple(StoredTensor(f"{module}.{role}", role, dtype, dimensions) for role, dtype, dimensions in parts)
+
+
+@cache  # a model of 70,000 modules has some ten shapes
+def _parts(
+    checkpoint_format: str, scheme: str, shape: tuple[int, int], scale_dtype: str
+) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+    """Return role, dtype and shape of each tensor of `weight_tensors`."""
     return tuple(
-        StoredTensor(
-            f"{module}.{role}",
+        (
             role,
             scale_dtype if entry["dtype"] == "scale" else entry["dtype"],
             tuple(_dimension(token, shape) for token in entry["shape"]),
@@ -473,7 +481,12 @@ _WILDCARDS = frozenset("*?[")
 
 
 def _expression(module: str, pattern: str) -> bool:
-    return pattern.startswith("re:") and re.match(pattern[3:], module) is not None
+    return pattern.startswith("re:") and _compiled(pattern[3:]).match(module) is not None
+
+
+@cache
+def _compiled(expression: str) -> re.Pattern[str]:
+    return re.compile(expression)
 
 
 _LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (CompressedTensors(), Quark())}

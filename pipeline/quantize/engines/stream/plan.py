@@ -166,7 +166,8 @@ class ShardPlan:
     """The layout of one output file: steps in the order of the input, deferred tensors, header and offsets.
 
     ``deferred`` are written last: static scales and shapes, and small tensors whose size is no multiple of the
-    alignment, which would misalign the others. ``offsets`` gives each tensor's first byte in the file.
+    alignment, which would misalign the others. ``offsets`` gives each tensor's first byte in the file, and ``nbytes``
+    is the size of the file, header included.
     """
 
     name: str
@@ -174,6 +175,7 @@ class ShardPlan:
     deferred: tuple[StoredTensor, ...]
     header: bytes
     offsets: Mapping[str, int]
+    nbytes: int
 
     @property
     def read_bytes(self) -> int:
@@ -186,11 +188,6 @@ class ShardPlan:
         for step in self.steps:
             yield from (out for out in step.outputs if not is_deferred(out))
         yield from self.deferred
-
-    @property
-    def nbytes(self) -> int:
-        """Return the size of the file in bytes, header included."""
-        return len(self.header) + sum(out.nbytes for out in self.stored)
 
 
 def is_deferred(tensor: StoredTensor) -> bool:
@@ -261,12 +258,14 @@ class _Layouter:
         if not steps:
             return None
         everything = [out for step in steps for out in step.outputs] + extra
-        deferred = tuple(sorted(filter(is_deferred, everything), key=lambda out: (-ITEM_BITS[out.dtype], out.name)))
-        ordered = [out for out in everything if not is_deferred(out)] + list(deferred)
+        late = {out.name for out in everything if is_deferred(out)}
+        last = (out for out in everything if out.name in late)
+        deferred = tuple(sorted(last, key=lambda out: (-ITEM_BITS[out.dtype], out.name)))
+        ordered = [out for out in everything if out.name not in late] + list(deferred)
         header = encode_header((out.name, out.dtype, out.shape) for out in ordered)
-        starts = accumulate((out.nbytes for out in ordered), initial=len(header))
-        offsets = {out.name: start for out, start in zip(ordered, starts, strict=False)}
-        return ShardPlan(name, tuple(steps), deferred, header, offsets)
+        *starts, end = accumulate((out.nbytes for out in ordered), initial=len(header))
+        offsets = {out.name: start for out, start in zip(ordered, starts, strict=True)}
+        return ShardPlan(name, tuple(steps), deferred, header, offsets, end)
 
     def _divided_step(self, module: str) -> Step:
         """Return the step of one weight in a tensor that is not carried over whole, such as a stack of experts.
