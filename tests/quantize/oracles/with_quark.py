@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 from transformers import AutoModelForCausalLM
+
+from quantmint.pipeline.quantize.engines.libraries.extensions import extensions_compiled_alone
+
+with extensions_compiled_alone():
+    from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
 
 
 def run(

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantmint.pipeline.base.data import load_table
+from quantmint.pipeline.quantize.engines.libraries.extensions import extensions_compiled_alone
 from quantmint.pipeline.quantize.engines.libraries.job import (
     LibraryJob,
     UnfitError,
@@ -42,8 +43,10 @@ def main(job: LibraryJob) -> None:
     Raises `UnfitError` where Quark cannot do the job with this model.
     """
     import torch
-    from quark.torch import ModelQuantizer, export_safetensors
-    from quark.torch.utils.llm.model_preparation import preprocess_for_quantization
+
+    with extensions_compiled_alone():
+        from quark.torch import ModelQuantizer, export_safetensors
+        from quark.torch.utils.llm.model_preparation import preprocess_for_quantization
 
     model = load_model(job, job.device)
     algorithm = _algorithm(job, str(model.config.model_type))
