@@ -113,8 +113,8 @@ def forecast_weights(
             stages["sensitivity"] = sensitivity_cost(source, structure, written, machine)
         if recipe.calibration is not None and needs_ranges(quantization):
             stages["calibrate"] = calibrate_cost(calibrate_volume(source, structure, recipe.calibration), machine)
-        made = planned_shards(source, structure, recipe) if plans is None else plans
-        stages["quantize"] = quantize_cost(quantize_volume(made), machine)
+        plans = planned_shards(source, structure, recipe) if plans is None else plans
+        stages["quantize"] = quantize_cost(quantize_volume(plans), machine)
         if quantization.by_layers and recipe.calibration is not None:
             choice = select(structure, quantization)
             once = calibrate_cost(gptq_volume(source, structure, recipe), machine)

@@ -73,8 +73,8 @@ def predict(
     """
     choice = select(structure, recipe.quantization)
     if recipe.quantization.engine == "stream":
-        made = planned_shards(source, structure, recipe) if plans is None else plans
-        checkpoint = sum(plan.nbytes for plan in made)
+        plans = planned_shards(source, structure, recipe) if plans is None else plans
+        checkpoint = sum(plan.nbytes for plan in plans)
     else:
         checkpoint = checkpoint_bytes(source, structure, choice, recipe.quantization.format)
     return Prediction(

@@ -62,7 +62,10 @@ def require_shape(plan: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGEST else []) for name in SHIPPED]
+    "name",
+    # In the order of the test below, so that a model which both plan is imagined once.
+    [pytest.param(name, marks=[pytest.mark.slow] if name in LARGEST else []) for name in dict.fromkeys(AMDS + SHIPPED)],
+    scope="module",
 )
 @pytest.mark.usefixtures("_no_network", "large_disk")
 def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
@@ -123,7 +126,7 @@ def test_every_shipped_recipe_plans(quantmint: Quantmint, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", AMDS)
+@pytest.mark.parametrize("name", AMDS, scope="module")
 @pytest.mark.usefixtures("_no_network", "large_disk")
 def test_recipes_of_amds_models_plan_on_nodes_of_mi300x_and_mi355x(quantmint: Quantmint, name: str) -> None:
     """Time, memory and disk on the machine that the recipe is not made for; the test above has the other one."""

@@ -35,8 +35,8 @@ def extensions_compiled_alone() -> Iterator[None]:
     """
     folder = extensions_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "process.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # ends with the process, however that ends
+    with (folder / "process.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process, however that ends
         for mark in folder.glob("*/lock"):
             with suppress(FileNotFoundError):
                 mark.unlink()
