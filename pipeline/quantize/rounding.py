@@ -16,7 +16,7 @@ from quantmint.calibration.inputs import Rounding
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.schemes import ActivationFormat, MxScales
 from quantmint.pipeline.quantize.schemes.elements import to_nearest
-from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP, NV_GROUP, fp8_scale
+from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP, NV_GROUP, fp8_scale, global_scale
 
 Scales = Mapping[int, tuple["torch.Tensor | float", "torch.Tensor | float"]]
 """Scales of K and of V by layer: one number, or [heads, 1, 1] with one for each KV head."""
@@ -47,11 +47,13 @@ def round_activations(
 def activation_rounding(activations: ActivationFormat, largest: float | None) -> Rounding:
     """Return the function that rounds inputs as served; equal formats and ranges give the same function object.
 
-    ``largest`` is the range of the inputs of a static format, whose scale is ``largest`` / 448.
+    ``largest`` is the range of the inputs of a static format, whose scale is ``largest`` / 448, or for NVFP4
+    448 * 6 / ``largest``.
     """
     if activations.kind == "none":
         return lambda inputs: inputs
-    scale = None if largest is None else fp8_scale(torch.tensor(largest))
+    scale_of = global_scale if activations.group == NV_GROUP else fp8_scale
+    scale = None if largest is None else scale_of(torch.tensor(largest))
 
     def rounded(inputs: torch.Tensor) -> torch.Tensor:
         input_scale = None if scale is None else scale.to(inputs.device)

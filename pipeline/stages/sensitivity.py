@@ -85,6 +85,8 @@ class SensitivityStage(Stage):
             **data_identity(recipe.calibration, setting.commits),
             "trust_remote_code": recipe.trust_remote_code,
             **recipe.mx_settings,
+            # Inputs in NVFP4 were once rounded by the scale of an FP8 tensor.
+            **({"inputs": "by the global scale"} if "nvfp4" in (recipe.quantization.from_ or ()) else {}),
         }
 
     def run(self, job: Job) -> Output:

@@ -9,7 +9,7 @@ import torch
 
 from quantmint.calibration.elements import ELEMENT_TYPES
 from quantmint.pipeline.base.schemes import ActivationFormat, table
-from quantmint.pipeline.quantize.rounding import round_activations, round_fp8, round_mx
+from quantmint.pipeline.quantize.rounding import activation_rounding, round_activations, round_fp8, round_mx
 from quantmint.pipeline.quantize.schemes.mx import mxfp4
 from quantmint.pipeline.quantize.schemes.registry import dequantize
 
@@ -99,6 +99,12 @@ def test_a_static_scale_saturates() -> None:
     x = torch.tensor([[0.0, 1.0, -447.0, 1e6, -1e6]])
     static = table()["fp8"].activations
     assert round_activations(x, static, torch.tensor(2.0)).tolist() == [[0.0, 1.0, -448.0, 896.0, -896.0]]
+
+
+def test_nvfp4_by_a_measured_range_keeps_small_inputs() -> None:
+    inputs = 1e-3 * torch.randn(4, 64, generator=torch.Generator().manual_seed(5))
+    rounded = activation_rounding(table()["nvfp4"].activations, float(inputs.abs().max()))(inputs)
+    assert (rounded - inputs).norm() < 0.12 * inputs.norm()
 
 
 def test_scales_by_head_are_each_head_s_own() -> None:
