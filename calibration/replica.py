@@ -218,11 +218,13 @@ def sources(model: Any, owned: Mapping[str, str]) -> dict[str, str]:
             ):  # numbers behind are those of another stack: experts of images in Ernie
                 by_module[module] = f"{parameter_name}.{number}"
             continue
+        experts = model.get_submodule(parameter_name.rpartition(".")[0])
+        if isinstance(experts, torch.nn.Conv1d):
+            continue  # of a hybrid: thousands of channels, no experts
+        single = (f"{{}}.{last}",)
+        parts = single if is_interleaved(experts) else STACKS.get(last, single)
         for expert in range(parameter.shape[0]):
-            experts = model.get_submodule(parameter_name.rpartition(".")[0])
-            single = (f"{{}}.{last}",)
-            for part in single if is_interleaved(experts) else STACKS.get(last, single):
-                by_module[f"{prefix}.{part.format(expert)}"] = f"{parameter_name}.{expert}"
+            by_module |= {f"{prefix}.{part.format(expert)}": f"{parameter_name}.{expert}" for part in parts}
     return by_module
 
 
