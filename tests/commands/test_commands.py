@@ -51,7 +51,7 @@ def test_schemes(quantmint: Quantmint) -> None:
     assert "stream" in told["ptpc_fp8"]["engines"]
     assert (told["fp8"]["calibration"], told["ptpc_fp8"]["calibration"]) == (True, False)
     assert told["mxfp4"]["native"] == ["mi350x", "mi355x"]
-    assert told["fp8_block"]["formats"] == ["compressed-tensors"]
+    assert told["fp8_block"]["formats"] == ["compressed-tensors", "quark"]
 
 
 def test_the_page_has_the_table_of_schemes_as_it_is(quantmint: Quantmint) -> None:

@@ -20,7 +20,11 @@ RECIPE = """\
 name: {name}
 extends: tiny-ptpc
 serve: {{knobs: {{--dtype: float32}}, speculative: {speculative}}}
-gate: {{acceptance: {{margin: {margin}}}, throughput: {{min_ratio: null}}}}
+evaluation: {{control: null, limit: 400}}  # the suite is another test's
+gate:
+  acceptance: {{margin: {margin}}}
+  accuracy: {{power: 0.6, margin: 0.05, margins: {{tiny_arithmetic: null}}}}
+  throughput: {{min_ratio: null}}
 publish: {{folder: published}}
 """
 
