@@ -29,7 +29,7 @@ from quantmint.pipeline.quantize.engines.stream.engine import (
     static_scale,
     write_checkpoint,
 )
-from quantmint.pipeline.quantize.engines.stream.plan import NUMBERS, ShardPlan, origin_of, plan_shards
+from quantmint.pipeline.quantize.engines.stream.plan import NUMBERS, ShardPlan, origin_of
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json, torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.gptq.loop import quantize_layers
@@ -49,7 +49,7 @@ from quantmint.pipeline.stages.calibrate import RANGES, needs_ranges, read_token
 from quantmint.pipeline.stages.cost import gptq_volume, tuning_batch
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.setting import Setting
-from quantmint.pipeline.stages.sizes import Prediction, model_for
+from quantmint.pipeline.stages.sizes import Prediction, model_for, planned_shards
 from quantmint.pipeline.stages.source import CHECKPOINT as CHECKPOINT
 from quantmint.pipeline.stages.source import config_folder, model_folder, read_source
 from quantmint.pipeline.stages.stage import MODEL_MODULES, Check, Job, Output, Stage, write_json
@@ -137,8 +137,7 @@ class QuantizeStage(Stage):
         if strays := stray_files(source.folder):
             job.progress.warn(f"{', '.join(strays)}: no model's files, so they are not copied with it")
         choice = select(structure, quantization)
-        sharing, untouched = quantization.shared_scales, quantization.algorithm == "none"
-        plans = plan_shards(source, structure, choice, quantization.format, shared_scales=sharing, untouched=untouched)
+        plans = planned_shards(source, structure, job.setting.recipe)
         scales = _ranges(job, choice)
         latent = _proven_latent(job) if structure.latent and quantization.kv_cache == "fp8" else None
         gained: Mapping[str, object] = {}

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from quantmint.pipeline.base.data import load_table
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import tensor_bytes
+from quantmint.pipeline.recipe.modules import matches as matches_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,12 +482,7 @@ _WILDCARDS = frozenset("*?[")
 
 
 def _expression(module: str, pattern: str) -> bool:
-    return pattern.startswith("re:") and _compiled(pattern[3:]).match(module) is not None
-
-
-@cache
-def _compiled(expression: str) -> re.Pattern[str]:
-    return re.compile(expression)
+    return pattern.startswith("re:") and matches_module(pattern, module)
 
 
 _LAYOUTS: Mapping[str, Layout] = {layout.name: layout for layout in (CompressedTensors(), Quark())}
