@@ -29,8 +29,9 @@ def resolve_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        if torch.empty(1, device=name).is_cuda:
-            torch.cuda.set_device(name)
+        device = torch.empty(1, device=name).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # by its number: PyTorch does not take a bare "cuda" there
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device: found {name!r}, which PyTorch cannot use here: {error}") from None
     return name
