@@ -101,10 +101,13 @@ def build(folder: Path) -> Path:
     tensors |= {name.replace(last, PREDICTOR): tensor.clone() for name, tensor in experts.items()}
     tensors |= {f"{PREDICTOR}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
     tensors[f"{PREDICTOR}eh_proj.weight"] = torch.eye(HIDDEN, 2 * HIDDEN)  # of [embedding, hidden states]
-    tensors |= {f"{PREDICTOR}embed_tokens.weight": embedding.clone(), f"{PREDICTOR}shared_head.head.weight": head.clone()}
+    tensors |= {
+        f"{PREDICTOR}embed_tokens.weight": embedding.clone(),
+        f"{PREDICTOR}shared_head.head.weight": head.clone(),
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    kept = "e_score_correction_bias"  # float32 in every release
-    write(folder, {n: t if n.endswith(kept) else t.to(torch.bfloat16) for n, t in tensors.items()})
+    bias = "e_score_correction_bias"  # float32 in every release
+    write(folder, {n: t if n.endswith(bias) else t.to(torch.bfloat16) for n, t in tensors.items()})
     write_config(folder, CONFIG)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(_TOKENIZER / name, folder / name)

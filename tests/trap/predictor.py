@@ -3,9 +3,9 @@
 python -m tests.trap.predictor --hardware h100                # a tiny mixture with a predictor on a GPU of this host
 python -m tests.trap.predictor --hardware h100 --dry-run      # the stages of both runs
 
-Both are runs of a recipe, from its source to the stage that measures the candidate's acceptance; in the broken one vLLM
-gets a copy of the candidate in which the scales of the predictor are missing. The exit code is 1 where the sound
-predictor does not PASS, or the broken one neither FAILs nor is refused by its name.
+Both are runs of a recipe, from its source to the stage that measures the candidate's acceptance; in the broken one that
+stage is given a copy of the candidate in which the scales of the predictor are missing. The exit code is 1 where the
+sound predictor does not PASS, after which nothing more is run, or the broken one neither FAILs nor is refused by name.
 """
 
 from __future__ import annotations
@@ -68,39 +68,40 @@ def write_recipe(folder: Path, hardware: str, tokens: int) -> Path:
     return path
 
 
-def without_scales(checkpoint: Path, folder: Path) -> Path:
-    """Copy a checkpoint to ``folder`` without the scales of its predictor, which stays declared; return ``folder``."""
+def without_scales(checkpoint: Path, folder: Path, modules: str = "") -> Path:
+    """Copy a checkpoint to ``folder`` without the scales of its predictor, which stays declared; return ``folder``.
+
+    Only the scales whose names ``modules`` matches, by search, are left out.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(checkpoint, folder)
     tensors = read(folder)
-    remaining = {n: t for n, t in tensors.items() if not (n.startswith(PREDICTOR) and n.endswith("_scale"))}
+    pattern = re.compile(rf"(?=.*(?:{modules})){re.escape(PREDICTOR)}.*_scale")
+    remaining = {name: tensor for name, tensor in tensors.items() if not pattern.fullmatch(name)}
     if len(remaining) == len(tensors):
-        raise ValueError(f"{checkpoint}: found no scales below {PREDICTOR}")
+        raise ValueError(f"{checkpoint}: found no scales below {PREDICTOR} that match {modules!r}")
     write(folder, remaining)
     return folder
 
 
-def redirect(vllm: Path, python: Path, folders: tuple[Path, Path], command: Path) -> Path:
-    """Write a ``vllm`` command that serves the second folder where it is asked for the first; return its path."""
-    before, after = map(str, folders)
-    command.parent.mkdir(parents=True, exist_ok=True)
-    command.write_text(
-        f"#!{python}\nimport os, sys\n"
-        f"words = [{after!r} if word == {before!r} else word for word in sys.argv[1:]]\n"
-        f"os.execv({str(vllm)!r}, [{str(vllm)!r}, *words])\n"
-    )
-    command.chmod(0o755)
-    return command
+def run(plan: tuple[Planned, ...], setting: Setting, broken: Path | None = None) -> Mapping[str, Entry]:
+    """Run a plan with few prompts, and return the entries of its stages by key.
 
+    The candidate's acceptance is measured anew, with ``broken`` that of the checkpoint in this folder.
+    """
 
-def run(plan: tuple[Planned, ...], setting: Setting, redo: tuple[str, ...] = ()) -> Mapping[str, Entry]:
-    """Run a plan with few prompts, and return the entries of its stages by key."""
-    with patch.object(acceptance, "tokenized", lambda *arguments: tokenized(*arguments)[:_PROMPTS]):
-        outcome = run_plan(plan, setting, PlainReporter(), redo=redo)
+    def folder_of(entry: Entry) -> Path:
+        return model_folder(entry) if broken is None or entry.stage != "quantize" else broken
+
+    with (
+        patch.object(acceptance, "tokenized", lambda *arguments: tokenized(*arguments)[:_PROMPTS]),
+        patch.object(acceptance, "model_folder", folder_of),
+    ):
+        outcome = run_plan(plan, setting, PlainReporter(), redo=(_LAST,))
     return {step.planned.key: step.entry for step in outcome.steps}
 
 
-def measured(entries: Mapping[str, Entry]) -> dict[str, Any]:
+def judged(entries: Mapping[str, Entry]) -> dict[str, Any]:
     """Return the verdict on both sides' acceptance, its reason, and the acceptance lengths."""
     compared = compare(acceptance.read_pairs(entries))
     decision, reason = judge(compared, AcceptancePolicy(MARGIN))
@@ -112,27 +113,28 @@ def measured(entries: Mapping[str, Entry]) -> dict[str, Any]:
     }
 
 
-def verdict(folder: Path, name: str, hardware: str, *, tokens: int = 1, dry_run: bool = False) -> dict[str, Any]:
+def verdict(
+    folder: Path, name: str, hardware: str, *, tokens: int = 1, modules: str = "", dry_run: bool = False
+) -> dict[str, Any]:
     """Return the stages of a run and, unless ``dry_run``, its verdict, reason, acceptance lengths and seconds.
 
-    In the run that is named "broken" the predictor has no scales. The runs share a store: the baseline is measured
-    once, and the candidate's acceptance in each. A refusal that names the predictor is a FAIL.
+    In the run that is named "broken" the predictor has no scales (only of those that ``modules`` matches). The runs
+    share a store: the baseline is measured once, and the candidate's acceptance in each. A refusal that names the
+    predictor is a FAIL.
     """
     began = time.monotonic()
-    recipe, store, vllm = write_recipe(folder, hardware, tokens), Store(folder / "store"), find_vllm()
-    setting = open_setting(str(recipe), store=store, vllm=str(vllm.executable), to_run=True)
+    recipe, vllm = write_recipe(folder, hardware, tokens), find_vllm().executable
+    setting = open_setting(str(recipe), store=Store(folder / "store"), vllm=str(vllm), to_run=True)
     plan = needed(build_plan(setting), _LAST)
     result: dict[str, Any] = {"run": name, "stages": [planned.key for planned in plan]}
     if dry_run:
         return result
+    broken = None
     try:
         if name == "broken":
             checkpoint = model_folder(run(needed(plan, "quantize"), setting)["quantize"])
-            folders = checkpoint, without_scales(checkpoint, folder / "without-scales")
-            command = redirect(vllm.executable, vllm.python, folders, folder / "bin" / "vllm")
-            setting = open_setting(str(recipe), store=store, vllm=str(command), to_run=True)
-            plan = needed(build_plan(setting), _LAST)
-        result |= measured(run(plan, setting, (_LAST,)))
+            broken = without_scales(checkpoint, folder / "without-scales", modules)
+        result |= judged(run(plan, setting, broken))
     except QuantmintError as error:
         stopped = name == "broken" and _NAME.search(str(error)) is not None
         result |= {"verdict": Verdict.FAIL.value if stopped else Verdict.INVALID.value, "reason": str(error)}
@@ -142,19 +144,19 @@ def verdict(folder: Path, name: str, hardware: str, *, tokens: int = 1, dry_run:
 @click.command()
 @click.option("--hardware", required=True, help="Name of this machine's table, such as h100.")
 @click.option("--tokens", default=1, show_default=True, help="Tokens that the predictor proposes at a time.")
+@click.option("--modules", default="", metavar="REGEX", help="Leave out only scales with such a name, by search.")
 @click.option(
     "--work", type=click.Path(path_type=Path), default=Path("trap-predictor"), show_default=True, help="Folder of both."
 )
 @click.option("--dry-run", is_flag=True, help="Print the stages and start nothing.")
-def main(hardware: str, tokens: int, work: Path, *, dry_run: bool) -> None:
-    """Run both, and print a line of JSON for each."""
+def main(hardware: str, tokens: int, modules: str, work: Path, *, dry_run: bool) -> None:
+    """Run the sound predictor and the broken one, and print a line of JSON for each."""
     work.mkdir(parents=True, exist_ok=True)
-    is_wrong = False
     for name, expected in EXPECTED.items():
-        result = verdict(work.resolve(), name, hardware, tokens=tokens, dry_run=dry_run)
+        result = verdict(work.resolve(), name, hardware, tokens=tokens, modules=modules, dry_run=dry_run)
         click.echo(json.dumps(result))
-        is_wrong |= not dry_run and result["verdict"] != expected.value
-    sys.exit(is_wrong)
+        if not dry_run and result["verdict"] != expected.value:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

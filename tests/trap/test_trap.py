@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.hardware import local_cpu_flags, refusal
 from quantmint.pipeline.serving.environment import VllmEnvironment
+from tests.trap import mixture, predictor
 from tests.trap.checkpoints import SOUND, Sound, Workshop
 from tests.trap.faults import FAULTS, ROUNDED, TRANSPOSED
 from tests.trap.run import table, try_fault, try_layouts, try_sound, write
 from tests.trap.tensor_parallel import EXPECTED, verdict
+from tests.zoo.models import read, stack_experts
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 
@@ -52,6 +55,49 @@ def test_a_transposed_shard_of_tensor_parallelism_is_stopped(workshop: Workshop,
     assert good.verdicts == {"layout": Verdict.PASS}, good.reasons
     assert broken.verdicts == {"layout": Verdict.FAIL}, broken.reasons
     assert "TP 2 beside TP 1 of the same weights: reading" in broken.reasons["layout"][0]
+
+
+def next_tokens(config: dict[str, Any], tensors: dict[str, torch.Tensor], **inputs: torch.Tensor) -> torch.Tensor:
+    """Return the likeliest token after each row of inputs, by transformers' GLM-4.5 in float32."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    model = Glm4MoeForCausalLM(Glm4MoeConfig.from_dict(config)).float()
+    missing, _ = model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=False)
+    assert missing == []
+    with torch.no_grad():
+        return model(**inputs).logits[:, -1].argmax(-1)
+
+
+def test_the_mixture_s_predictor_says_what_the_model_will_say_by_its_experts(tmp_path: Path) -> None:
+    """The predictor is a model of one layer, which reads the embedding of the last token through `eh_proj`."""
+    tensors = stack_experts(read(mixture.build(tmp_path)))
+    ids = torch.arange(mixture.VOCABULARY)[:, None]
+    answers = next_tokens(mixture.CONFIG, tensors, input_ids=ids)
+    root, layer = mixture.PREDICTOR, "model.layers.0."
+    names = {f"{root}shared_head.norm.": "model.norm.", f"{root}shared_head.head.": "lm_head.", root: layer}
+    config = {**mixture.CONFIG, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    embeds = torch.nn.functional.rms_norm(tensors[f"{root}embed_tokens.weight"].float(), (mixture.HIDDEN,))
+    both = torch.cat([embeds, torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0))], dim=1)
+    inputs = (both @ tensors[f"{root}eh_proj.weight"].float().T)[:, None]
+    ahead = {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+    for name, tensor in tensors.items():
+        if (prefix := next((prefix for prefix in names if name.startswith(prefix)), None)) is not None:
+            ahead[name.replace(prefix, names[prefix])] = tensor
+    assert (next_tokens(config, ahead, inputs_embeds=inputs) == answers).float().mean() > 0.98
+
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    for name in (name for name in ahead if ".experts." in name):
+        rows = ahead[name].float().abs().amax(-1, keepdim=True)
+        ahead[name] = ahead[name].float() / rows * largest  # codes, as they are without scales
+    assert (next_tokens(config, ahead, inputs_embeds=inputs) == answers).float().mean() < 0.1
+
+
+@pytest.mark.vllm
+def test_runs_of_a_predictor_end_with_the_candidate_s_acceptance(warm_vllm: VllmEnvironment, tmp_path: Path) -> None:
+    """The stages alone: this machine need not have a GPU."""
+    runs = [predictor.verdict(tmp_path, name, "h100", dry_run=True) for name in predictor.EXPECTED]
+    sides = [f"{stage}-{side}" for side in ("baseline", "candidate") for stage in ("serve", "acceptance")]
+    assert [run["stages"] for run in runs] == [["source", "quantize", *sides]] * 2
 
 
 @pytest.mark.vllm
