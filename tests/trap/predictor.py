@@ -47,7 +47,8 @@ MARGIN = 0.1
 _PROMPTS = 8
 _LAST = "acceptance-candidate"
 _GPU = {"--enforce-eager": True, "--gpu-memory-utilization": 0.3}
-_NAME = re.compile(rf"\bmtp\b|predictor|{re.escape(PREDICTOR)}", re.IGNORECASE)
+_NAME = re.compile(rf"mtp|{re.escape(PREDICTOR)}", re.IGNORECASE)
+"""What names the predictor in a refusal: vLLM's class for it, or its layer. Paths may have the word itself."""
 
 
 def write_recipe(folder: Path, hardware: str, tokens: int) -> Path:
@@ -136,7 +137,7 @@ def verdict(
             broken = without_scales(checkpoint, folder / "without-scales", modules)
         result |= judged(run(plan, setting, broken))
     except QuantmintError as error:
-        stopped = name == "broken" and _NAME.search(str(error)) is not None
+        stopped = name == "broken" and _NAME.search(error.message) is not None
         result |= {"verdict": Verdict.FAIL.value if stopped else Verdict.INVALID.value, "reason": str(error)}
     return result | {"seconds": round(time.monotonic() - began, 1)}
 
