@@ -116,12 +116,13 @@ def _active(structure: Structure, share: float) -> float:
 def _kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
     """Return 2 * layers * kv heads * head_dim * ``width``, vLLM's formula for grouped-query attention.
 
-    ``width`` is the bytes of an element. None for latent attention, and where the config lacks a size.
+    ``width`` is the bytes of an element. None for latent attention, for DeepSeek V4's compressed entries, and where the
+    config lacks a size.
     """
     text = config.get("text_config") or config
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     layers = text.get("num_hidden_layers")
-    if text.get("kv_lora_rank") or not (heads and hidden and layers):
+    if text.get("kv_lora_rank") or text.get("o_lora_rank") or not (heads and hidden and layers):
         return None
     head_dim = text.get("head_dim") or hidden // heads
     return int(2 * layers * (text.get("num_key_value_heads") or heads) * head_dim * width)

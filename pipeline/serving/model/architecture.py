@@ -12,8 +12,9 @@ from typing import Any, Literal
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.recipe.modules import text_config
 
-Mixer = Literal["full", "sliding", "chunked", "delta", "mamba2", "none"]
-"""How a layer mixes tokens: attention to all, to a window, to a chunk; a gated delta net; Mamba-2; not at all."""
+Mixer = Literal["full", "sliding", "chunked", "compressed", "delta", "mamba2", "none"]
+"""How a layer mixes tokens: attention to all, to a window, to a chunk, to a window and compressed earlier tokens; a
+gated delta net; Mamba-2; not at all."""
 
 Feed = Literal["dense", "experts", "none"]
 
@@ -27,6 +28,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "cohere2": {"tie_word_embeddings": True, "sliding_window_pattern": 4},
     "qwen3": {"head_dim": 128},
     "nemotron_h": {"mamba_expand": 2},
+    "deepseek_v4": {"num_hash_layers": 3, "hc_mult": 4, "qk_rope_head_dim": 64},
 }  # fmt: skip
 """Defaults of fields that configurations of these models often omit (transformers 5.17 configuration classes)."""
 
@@ -40,6 +42,10 @@ _ATTENTION_KINDS: Mapping[str, Mixer] = {
 _MARKS: Mapping[str, Mixer] = {"M": "mamba2", "*": "full"}
 _FEEDS: Mapping[str, Feed] = {"E": "experts", "-": "dense"}
 """Letters of Nemotron-H's layer pattern; its layers either mix tokens or feed forward."""
+
+OVERLAPPING = 4
+"""Tokens of an entry that overlaps with the one before it: DeepSeek V4's compressed sparse attention (CSA)."""
+_RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": OVERLAPPING, "heavily_compressed_attention": 128}
 
 _UNPLANNED = ("jamba", "mamba", "falcon_mamba", "mamba2")
 
@@ -59,6 +65,24 @@ class LatentSizes:
     rope: int
     nope: int
     value: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedSizes:
+    """Sizes of DeepSeek V4's attention, whose layers attend to a window and to compressed entries of earlier tokens.
+
+    ``query_rank`` is the size of the queries' latent; outputs are projected to ``output_rank`` in each of ``groups``
+    groups of heads. ``ratios`` has the tokens of a compressed entry in each layer, 0 where a layer has the window only;
+    at `OVERLAPPING` tokens, entries overlap and an indexer chooses among them. ``streams`` is the number of residual
+    streams (hyper-connections), ``hashed`` that of the first layers, whose experts a table chooses by token.
+    """
+
+    query_rank: int
+    output_rank: int
+    groups: int
+    ratios: tuple[int, ...]
+    streams: int
+    hashed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +122,7 @@ class Shape:
     shared_intermediate: int
     shared_experts: int
     latent: LatentSizes | None
+    compressed: CompressedSizes | None
     indexer: tuple[int, int] | None
     recurrent: RecurrentSizes | None
     tied: bool
@@ -141,7 +166,10 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     shared_experts, shared = _shared(text, model_type, moe_size, experts)
     routed = ("E" if experts > 0 and _routed(text, model_type, number) else "-" for number in range(layers))
     feeds = tuple(_FEEDS.get(mark, "none") for mark in _blocks(text) or routed)[:layers]
+    compressed = _compressed(text, layers) if model_type == "deepseek_v4" else None
     kinds = _kinds(text, model_type, layers)
+    if compressed:
+        kinds = tuple("compressed" if ratio else "sliding" for ratio in compressed.ratios)
     wide = integer(text, "intermediate_size_mlp", "intermediate_size", "n_inner") or 4 * hidden
     return Shape(
         text_type=model_type,
@@ -152,7 +180,7 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
         vocabulary=integer(text, "vocab_size"),
         kinds=kinds,
         feeds=feeds,
-        window=integer(text, "sliding_window") or None if "sliding" in kinds else None,
+        window=integer(text, "sliding_window") or None if {"sliding", "compressed"} & set(kinds) else None,
         chunk=integer(text, "attention_chunk_size") or None if "chunked" in kinds else None,
         intermediate=wide if "dense" in feeds else 0,
         experts=experts,
@@ -161,6 +189,7 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
         shared_intermediate=shared,
         shared_experts=shared_experts if experts else 0,
         latent=_latent(text),
+        compressed=compressed,
         indexer=(integer(text, "index_n_heads"), integer(text, "index_head_dim")) if text.get("index_topk") else None,
         recurrent=_recurrent(text, hidden) if {"delta", "mamba2"} & set(kinds) else None,
         tied=bool(text.get("tie_word_embeddings", False)),
@@ -197,6 +226,24 @@ def _latent(text: Mapping[str, Any]) -> LatentSizes | None:
         return None
     sizes = [integer(text, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")]
     return LatentSizes(integer(text, "q_lora_rank") or None, rank, *sizes)
+
+
+def _compressed(text: Mapping[str, Any], layers: int) -> CompressedSizes:
+    """Return the sizes of DeepSeek V4, whose release lists ratios, and whose transformers class lists layer types."""
+    ratios, named, feeds = text.get("compress_ratios"), text.get("layer_types"), text.get("mlp_layer_types")
+    if isinstance(named, list):
+        rates = {**_RATIOS, **(text.get("compress_rates") or {})}
+        ratios = [integer(rates, str(name)) for name in named]
+    elif not isinstance(ratios, list):  # DeepSeek-V4-Pro's, the default of the class
+        ratios = [OVERLAPPING if number > 1 and number % 2 else 128 for number in range(layers)]
+    return CompressedSizes(
+        query_rank=integer(text, "q_lora_rank"),
+        output_rank=integer(text, "o_lora_rank"),
+        groups=integer(text, "o_groups") or 1,
+        ratios=tuple(int(ratio) for ratio in ratios[:layers]),
+        streams=integer(text, "hc_mult") or 1,
+        hashed=feeds.count("hash_moe") if isinstance(feeds, list) else integer(text, "num_hash_layers"),
+    )
 
 
 def _recurrent(text: Mapping[str, Any], hidden: int) -> RecurrentSizes:

@@ -31,7 +31,7 @@ from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.serving.model.architecture import Shape, read_shape
 from quantmint.pipeline.serving.model.weights import ModuleWeight, count_weights, measure_weights
 
-Attention = Literal["mha", "mla", "dsa", "none"]
+Attention = Literal["mha", "mla", "dsa", "csa", "none"]
 
 
 _ENCODERS = ("vision_config", "audio_config", "thinker_config")
@@ -51,12 +51,12 @@ _EXCLUDED = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ign
 class ModelFacts(Shape):
     """A model as `vllm serve` sees it.
 
-    ``attention`` is "none" for a model without attention layers. ``sliding_layers`` counts the layers that cache a
-    window of tokens, ``linear_layers`` those with a recurrent state (Mamba, gated delta nets). ``quantization`` is a
-    scheme of schemes.yaml, else the method's own name, "none" for 16 bit. ``expert_schemes`` are the schemes of routed
-    experts, without 16 bit, as far as their names are known. ``group`` is the number of input elements that share a
-    scale, None without groups. ``weights`` is in bytes, measured from headers, or computed if ``counted``.
-    ``predictor`` says whether the model has layers for multi-token prediction, which ``parameters`` and ``weights``
+    ``attention`` is "none" for a model without attention layers, "csa" for DeepSeek V4's. ``sliding_layers`` counts
+    the layers that cache nothing but a window of tokens, ``linear_layers`` those with a recurrent state (Mamba, gated
+    delta nets). ``quantization`` is a scheme of schemes.yaml, else the method's own name, "none" for 16 bit.
+    ``expert_schemes`` are the schemes of routed experts, without 16 bit, as far as their names are known. ``group`` is
+    the number of input elements that share a scale, None without groups. ``weights`` is in bytes, measured from
+    headers, or computed if ``counted``. ``predictor`` says whether the model has layers for multi-token prediction, which ``parameters`` and ``weights``
     leave out. ``schemes`` are those of all quantized modules, of which ``quantization`` has the most weights.
     """
 
@@ -158,6 +158,8 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
     attention: Attention = "mha" if attends else "none"
     if shape.latent:
         attention = "dsa" if shape.indexer else "mla"
+    if shape.compressed:
+        attention = "csa"
     recurrent = sum(kind in ("delta", "mamba2") for kind in kinds)
     return ModelFacts(
         **{item.name: getattr(shape, item.name) for item in fields(shape)},

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from quantmint.pipeline.base.schemes import SCALE_BITS, table
 from quantmint.pipeline.quantize.formats.checkpoint import TensorInfo
-from quantmint.pipeline.serving.model.architecture import Shape, integer
+from quantmint.pipeline.serving.model.architecture import OVERLAPPING, Shape, integer
 
 Role = Literal[
     "embeddings", "head", "attention", "indexer", "linear-attention", "mlp", "experts", "shared-experts", "router",
@@ -42,14 +42,14 @@ _ROLES: tuple[tuple[str, Role, Split], ...] = (
     (r"(^|\.)(visual|vision_tower|vision_model|audio_tower|vision_encoder)\.", "encoder", "encoder"),
     (r"multi_modal_projector|mm_projector", "encoder", "encoder"),
     (r"(^|\.)mtp\.|\.(eh_proj|enorm|hnorm|shared_head)\b", "mtp", "copied"),
-    (r"embed_tokens|wte\.", "embeddings", "vocabulary"),
-    (r"lm_head", "head", "vocabulary"),
-    (r"\.shared_expert_gate|\.router\.|\.gate\.(weight|bias|e_score)", "router", "copied"),
+    (r"embed_tokens|wte\.|^embed\.", "embeddings", "vocabulary"),
+    (r"lm_head|^head\.", "head", "vocabulary"),
+    (r"\.shared_expert_gate|\.router\.|\.gate\.(weight|bias|e_score|tid2eid)", "router", "copied"),
     (r"shared_expert|shared_mlp", "shared-experts", "shared"),
     (r"\.experts\.", "experts", "experts"),
     (r"\.indexer\.", "indexer", "copied"),
-    (r"norm", "norms", "copied"),
-    (r"q_a_proj|kv_a_proj", "attention", "copied"),
+    (r"norm|(^|\.)hc_", "norms", "copied"),
+    (r"q_a_proj|kv_a_proj|\.wq_a\.|\.wkv\.|\.compressor\.", "attention", "copied"),
     (r"\.(k|v)_proj\.", "attention", "kv"),
     (r"linear_attn|\.mamba\.|\.mixer\.", "linear-attention", "tensor"),
     (r"self_attn|\.attn\.|attention", "attention", "tensor"),
@@ -88,6 +88,8 @@ def count_weights(config: Mapping[str, Any], shape: Shape) -> tuple[ModuleWeight
 
     Weights for multi-token prediction are left out: vLLM loads them only for speculative decoding.
     """
+    if shape.compressed:
+        return tuple(_compressed_model(shape))
     body, head = "model.", "lm_head"
     if isinstance(config.get("text_config"), Mapping):
         qwen = str(config.get("model_type", "")).startswith("qwen")
@@ -164,6 +166,63 @@ def _latent(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
         yield _vector(f"{at}indexer.k_norm", number, "norms", 2 * size)
 
 
+def _compressed_model(shape: Shape) -> Iterator[ModuleWeight]:
+    """Yield the weights of DeepSeek V4, named as in its release; vLLM copies its latents' and compressors' weights.
+
+    Hyper-connections count as norms. The table that chooses experts by token counts bytes, but no parameters.
+    """
+    sizes = shape.compressed
+    assert sizes is not None  # noqa: S101 - the caller asked
+    yield _matrix("embed", None, "embeddings", "vocabulary", shape.vocabulary, shape.hidden)
+    mixed = (2 + sizes.streams) * sizes.streams
+    for number, ratio in enumerate(sizes.ratios):
+        at = f"layers.{number}."
+        yield from _compressed(shape, f"{at}attn.", number, ratio)
+        yield from _experts(shape, f"{at}ffn.", number)
+        if number < sizes.hashed:
+            table = 4 * shape.vocabulary * shape.experts_per_token  # 32-bit numbers of experts in vLLM
+            yield ModuleWeight(f"{at}ffn.gate.tid2eid", number, "router", "copied", 0, table)
+        else:
+            yield _float32(f"{at}ffn.gate.bias", number, "router", shape.experts)
+        yield _vector(f"{at}norms", number, "norms", 2 * shape.hidden)
+        for part in ("attn", "ffn"):
+            length = mixed * sizes.streams * shape.hidden + mixed + 3
+            yield _float32(f"{at}hc_{part}", number, "norms", length)
+    yield _vector("norm", None, "norms", shape.hidden)
+    yield _float32("hc_head", None, "norms", sizes.streams * (sizes.streams * shape.hidden + 1) + 1)
+    yield _matrix("head", None, "head", "vocabulary", shape.vocabulary, shape.hidden)
+
+
+def _compressed(shape: Shape, at: str, number: int, ratio: int) -> Iterator[ModuleWeight]:
+    """Yield the weights of an attention layer with ``ratio`` tokens in a compressed entry, 0 without entries."""
+    sizes, query = shape.compressed, shape.heads * shape.head_dim
+    assert sizes is not None  # noqa: S101 - the caller asked
+    outputs = sizes.groups * sizes.output_rank
+    yield _linear(f"{at}wq_a", number, "attention", "copied", sizes.query_rank, shape.hidden)
+    yield _linear(f"{at}wq_b", number, "attention", "tensor", query, sizes.query_rank)
+    yield _linear(f"{at}wkv", number, "attention", "copied", shape.head_dim, shape.hidden)
+    yield _linear(f"{at}wo_a", number, "attention", "tensor", outputs, query // sizes.groups)
+    yield _linear(f"{at}wo_b", number, "attention", "tensor", shape.hidden, outputs)
+    yield _float32(f"{at}attn_sink", number, "attention", shape.heads, "tensor")
+    yield _vector(f"{at}norms", number, "norms", sizes.query_rank + shape.head_dim)
+    if ratio:
+        yield from _compressor(shape, f"{at}compressor.", number, "attention", ratio, shape.head_dim)
+    if ratio == OVERLAPPING and shape.indexer:
+        heads, size = shape.indexer
+        yield _linear(f"{at}indexer.wq_b", number, "indexer", "copied", heads * size, sizes.query_rank)
+        yield _matrix(f"{at}indexer.weights_proj", number, "indexer", "copied", heads, shape.hidden)
+        yield from _compressor(shape, f"{at}indexer.compressor.", number, "indexer", ratio, size)
+
+
+def _compressor(shape: Shape, at: str, number: int, role: Role, ratio: int, size: int) -> Iterator[ModuleWeight]:
+    """Yield the weights that compress ``ratio`` tokens to an entry of ``size``; vLLM never quantizes them."""
+    width = size * (1 + (ratio == OVERLAPPING))
+    yield _matrix(f"{at}wkv", number, role, "copied", width, shape.hidden)
+    yield _matrix(f"{at}wgate", number, role, "copied", width, shape.hidden)
+    yield _float32(f"{at}ape", number, role, ratio * width)
+    yield _vector(f"{at}norm", number, "norms", size)
+
+
 def _feed(
     shape: Shape, at: str, number: int, role: Role, split: Split, width: int, count: int = 1
 ) -> Iterator[ModuleWeight]:
@@ -171,9 +230,10 @@ def _feed(
 
     ``at`` is the prefix of their names, ``number`` the layer's number.
     """
-    for name in ("gate_proj", "up_proj") if shape.gated else ("up_proj",):
+    gate, up, down = ("w1", "w3", "w2") if shape.compressed else ("gate_proj", "up_proj", "down_proj")
+    for name in (gate, up) if shape.gated else (up,):
         yield _linear(f"{at}{name}", number, role, split, count * width, shape.hidden)
-    yield _linear(f"{at}down_proj", number, role, split, count * shape.hidden, width)
+    yield _linear(f"{at}{down}", number, role, split, count * shape.hidden, width)
 
 
 def _experts(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
@@ -188,8 +248,7 @@ def _experts(shape: Shape, prefix: str, number: int) -> Iterator[ModuleWeight]:
         if "shared_expert_intermediate_size" in shape.fields:
             yield _vector(f"{prefix}shared_expert_gate", number, "router", shape.hidden)
     if shape.text_type in _CORRECTED:
-        # In float32 in every checkpoint.
-        yield ModuleWeight(f"{prefix}gate.e_score_correction_bias", number, "router", "copied", count, 4 * count)
+        yield _float32(f"{prefix}gate.e_score_correction_bias", number, "router", count)  # in every checkpoint
 
 
 def _linear(name: str, layer: int | None, role: Role, split: Split, rows: int, columns: int) -> ModuleWeight:
@@ -202,6 +261,10 @@ def _matrix(name: str, layer: int | None, role: Role, split: Split, rows: int, c
 
 def _vector(name: str, layer: int | None, role: Role, length: int, split: Split = "copied") -> ModuleWeight:
     return ModuleWeight(name, layer, role, split, length, 2 * length)
+
+
+def _float32(name: str, layer: int | None, role: Role, length: int, split: Split = "copied") -> ModuleWeight:
+    return ModuleWeight(name, layer, role, split, length, 4 * length)
 
 
 def _recurrent(shape: Shape, prefix: str, layer: int, kind: str) -> Iterator[ModuleWeight]:
@@ -269,6 +332,6 @@ def measure_weights(tensors: Iterable[TensorInfo], *, layers: int) -> tuple[Modu
             parameters=weight.parameters + counted,
             nbytes=weight.nbytes + info.nbytes,
             rows=weight.rows + (counted // info.shape[-1] if matrix else 0),
-            linear=weight.linear or bool(matrix and "conv" not in name),
+            linear=weight.linear or bool(matrix and not re.search(r"conv|\.compressor\.", name)),
         )
     return tuple(weights.values())

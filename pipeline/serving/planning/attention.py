@@ -63,7 +63,7 @@ def attention_backend(facts: ModelFacts, kind: str, env: Mapping[str, str], argv
     """
     if _FLAG in argv:
         return argv[argv.index(_FLAG) + 1]
-    if kind != "rocm" or facts.attention == "none":
+    if kind != "rocm" or facts.attention in ("csa", "none"):
         return None
     aiter_on = env.get("VLLM_ROCM_USE_AITER") == "1"
     if facts.attention == "mla":

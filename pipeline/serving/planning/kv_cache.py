@@ -8,14 +8,24 @@ group (vLLM 0.32 v1/core/kv_cache_utils.py and v1/kv_cache_interface.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from quantmint.pipeline.serving.model.architecture import OVERLAPPING
 from quantmint.pipeline.serving.model.facts import ModelFacts
 
 CacheKind = Literal["full", "sliding", "state"]
 """A cache of every token, of the tokens in a sliding window, or of one recurrent state."""
+
+_ENTRY_BYTES = 584
+"""Bytes of an entry of DeepSeek V4 in vLLM's layout fp8_ds_mla, which it takes for "auto" too: 448 in 8 bit, 64 rotary
+elements in 16, 8 scales (models/deepseek_v4/attention.py). Rows in 16 bit, which FlashInfer can keep on NVIDIA's
+Blackwell, have 1,024."""
+_PAGE_STEP = 576  # pages of this layout are padded to a multiple
+_ENTRY_BLOCK, _WINDOW_BLOCK = 256, 64
+_STATE_BLOCKS: Mapping[bool, int] = {True: 4, False: 8}
+"""Tokens in a block of a compressor's inputs, with overlapping entries and without (deepseek_v4/compressor.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +44,21 @@ class LayerCache:
 
 
 class CacheGroup(NamedTuple):
-    """Layers that share a block table; ``block`` is in tokens, 0 for states."""
+    """Layers that share a block table; ``block`` is in tokens, 0 for states.
+
+    ``pages`` has the bytes of a page by layer where pages differ; a layer with several caches is listed several times.
+    """
 
     kind: CacheKind
     layers: tuple[int, ...]
     block: int
     window: int
+    pages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """The groups of a model's layers; ``page`` is the bytes of one layer's page, the same in all groups."""
+    """The groups of a model's layers; ``page`` is the bytes of one layer's page in all groups without ``pages``."""
 
     groups: tuple[CacheGroup, ...]
     page: int
@@ -52,9 +66,13 @@ class CacheGroups:
     def block_bytes(self, layers: range) -> int:
         """Return the bytes of one block on a pipeline stage with these layers: a page for each layer of one group.
 
-        Groups share the block, so that the group with most layers on the stage gives the number of pages.
+        Groups share the block, so that the group with the largest pages on the stage gives the bytes.
         """
-        return self.page * max((sum(n in layers for n in group.layers) for group in self.groups), default=0)
+        return max((sum(self._pages(group, layers)) for group in self.groups), default=0)
+
+    def _pages(self, group: CacheGroup, layers: range) -> Iterator[int]:
+        pages = group.pages or (self.page,) * len(group.layers)
+        return (page for number, page in zip(group.layers, pages, strict=True) if number in layers)
 
     def blocks_of_request(self, tokens: int, in_flight: int, *, states: int = 1) -> int:
         """Return the most blocks that a request of ``tokens`` occupies, summed over all groups.
@@ -103,6 +121,84 @@ def cache_groups(layers: Sequence[LayerCache], *, block_size: int) -> CacheGroup
     return CacheGroups(tuple(groups), page)
 
 
+def groups_of_model(facts: ModelFacts, tensor: int, dtype: str, kind: str, block_size: int) -> CacheGroups:
+    """Return the groups of one rank; arguments as for `kv_bytes_per_token`, ``block_size`` in tokens.
+
+    DeepSeek V4 has blocks of its own sizes, and an own layout, whatever is asked for.
+    """
+    if facts.compressed:
+        return _packed_groups(_compressed_caches(facts))
+    return cache_groups(layer_caches(facts, tensor, dtype, kind), block_size=block_size)
+
+
+class _Bucket(NamedTuple):
+    """A block table's kind, tokens of a block, and window."""
+
+    kind: CacheKind
+    block: int
+    window: int
+
+
+def _compressed_caches(facts: ModelFacts) -> Iterator[tuple[_Bucket, int, int]]:
+    """Yield bucket, layer and bytes of a page of each cache of DeepSeek V4; ranks have copies.
+
+    Every layer keeps a window of entries; layers with a compressor also keep an entry for several tokens, and the
+    window of inputs (keys and scores in float32) that the next entry needs; overlapping layers keep both for the
+    indexer as well.
+    """
+    assert facts.compressed is not None  # noqa: S101 - the caller asked
+    size = facts.indexer[1] if facts.indexer else 0
+    for layer, ratio in enumerate(facts.compressed.ratios):
+        yield _Bucket("sliding", _WINDOW_BLOCK, facts.window or 0), layer, _padded(_WINDOW_BLOCK * _ENTRY_BYTES)
+        if not ratio:
+            continue
+        overlaps = ratio == OVERLAPPING
+        entries, inputs = _ENTRY_BLOCK // ratio, _STATE_BLOCKS[overlaps]
+        state = _Bucket("sliding", inputs, ratio * (1 + overlaps))
+        full = _Bucket("full", _ENTRY_BLOCK, 0)
+        yield full, layer, _padded(entries * _ENTRY_BYTES)
+        yield state, layer, _padded(inputs * 2 * (1 + overlaps) * facts.head_dim * 4)
+        if overlaps and size:
+            yield full, layer, _padded(entries * _indexer_bytes(size))
+            yield state, layer, _padded(inputs * 2 * (1 + overlaps) * size * 4)
+
+
+def _packed_groups(caches: Iterable[tuple[_Bucket, int, int]]) -> CacheGroups:
+    """Return vLLM's groups of layers whose pages differ (0.32 kv_cache_utils.py, _get_packed_kv_cache_groups).
+
+    A bucket with equally many layers of each page size is cut into groups of as many layers as are in the largest such
+    bucket that mixes sizes, or a few more if that pads less; other buckets stay whole.
+    """
+    buckets: dict[_Bucket, dict[int, list[int]]] = {}
+    for bucket, layer, page in caches:
+        buckets.setdefault(bucket, {}).setdefault(page, []).append(layer)
+    lengths = {
+        bucket: len(next(iter(pages.values())))
+        for bucket, pages in buckets.items()
+        if len(set(map(len, pages.values()))) == 1
+    }
+    mixed = max((length for bucket, length in lengths.items() if len(buckets[bucket]) > 1), default=0)
+    sizes = range(mixed, max(lengths.values(), default=0) + 1) if mixed else range(0)
+    repeats = min(sizes, key=lambda size: (sum(-length % size for length in lengths.values()), -size), default=0)
+    groups = []
+    for bucket, pages in buckets.items():
+        count = math.ceil(lengths[bucket] / repeats) if repeats and bucket in lengths else 1
+        for start in range(count):
+            cells = [(number, page) for page, numbers in pages.items() for number in numbers[start::count]]
+            numbers, nbytes = zip(*cells, strict=True)
+            groups.append(CacheGroup(bucket.kind, numbers, bucket.block, bucket.window, nbytes))
+    return CacheGroups(tuple(groups), 0)
+
+
+def _padded(nbytes: int) -> int:
+    return math.ceil(nbytes / _PAGE_STEP) * _PAGE_STEP
+
+
+def _indexer_bytes(size: int) -> int:
+    """Return the bytes of an indexer's key: FP8, and a float32 scale for every 128 elements (deepseek_v2.py)."""
+    return size + size // 128 * 4
+
+
 def default_block_size(facts: ModelFacts, kind: str) -> int:
     """Return vLLM's default block in tokens on rocm, cuda or cpu (0.32 platforms/cpu.py, v1/attention/backends/mla)."""
     latent = facts.latent is not None
@@ -117,6 +213,9 @@ def kv_bytes_per_token(facts: ModelFacts, tensor_parallel: int, kv_cache_dtype: 
     For a model without such layers, those with a sliding window count. ``kv_cache_dtype`` is "auto" for 16 bit, starts
     with "fp8" for 8 bit, or is "float32". ``kind`` is rocm, cuda or cpu.
     """
+    if facts.compressed:
+        groups = groups_of_model(facts, tensor_parallel, kv_cache_dtype, kind, _ENTRY_BLOCK).groups
+        return round(sum(sum(group.pages) / group.block for group in groups if group.kind == "full"))
     layers = layer_caches(facts, tensor_parallel, kv_cache_dtype, kind)
     counted = [cache for cache in layers if cache.kind == "full"] or [c for c in layers if c.kind == "sliding"]
     return sum(cache.nbytes + cache.extra for cache in counted)
@@ -137,8 +236,7 @@ def _layer_caches(facts: ModelFacts, tensor: int, dtype: str, kind: str) -> Iter
         if facts.indexer:
             if item == 1 and kind == "cuda":
                 token = 656  # fp8_ds_mla: latents in 8 bit, their scales, the rotary part in 16 (flashmla_sparse.py)
-            # Keys of the indexer: FP8, and a float32 scale for every 128 of them (deepseek_v2.py).
-            extra = facts.indexer[1] + facts.indexer[1] // 128 * 4
+            extra = _indexer_bytes(facts.indexer[1])
     for number, mixer in enumerate(facts.kinds):
         if mixer == "sliding" and facts.window:
             yield LayerCache(number, "sliding", token, facts.window)

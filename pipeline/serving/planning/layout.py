@@ -248,6 +248,8 @@ def split_faults(facts: ModelFacts, layout: ParallelLayout) -> tuple[str, ...]:
         faults.append(f"{facts.heads} attention heads cannot be split over {tensor} GPUs")
     elif facts.attention == "mha" and max(tensor, facts.kv_heads) % min(tensor, facts.kv_heads):
         faults.append(f"{facts.kv_heads} key-value heads can be neither split over {tensor} GPUs nor repeated evenly")
+    elif facts.compressed and facts.compressed.groups % tensor:
+        faults.append(f"{facts.compressed.groups} groups of the attention's output cannot be split over {tensor} GPUs")
     if layout.pipeline > facts.layers:
         faults.append(f"{facts.layers} layers do not fill {layout.pipeline} stages")
     if layout.expert and not facts.experts:

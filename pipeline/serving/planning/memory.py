@@ -16,10 +16,9 @@ from quantmint.pipeline.serving.model.facts import ModelFacts
 from quantmint.pipeline.serving.model.weights import ModuleWeight
 from quantmint.pipeline.serving.plan import Memory, ParallelLayout
 from quantmint.pipeline.serving.planning.kv_cache import (
-    cache_groups,
     default_block_size,
+    groups_of_model,
     kv_bytes_per_token,
-    layer_caches,
 )
 
 _VOCABULARY_STEP = 64  # rows are padded to a multiple (vLLM 0.26 layers/vocab_parallel_embedding.py)
@@ -91,7 +90,7 @@ def estimate_memory(
     """
     kind, version, dtype = hardware.kind, parse_version(engine.vllm_version), engine.kv_cache_dtype
     block_size = engine.block_size or default_block_size(facts, kind)
-    groups = cache_groups(layer_caches(facts, layout.tensor, dtype, kind), block_size=block_size)
+    groups = groups_of_model(facts, layout.tensor, dtype, kind, block_size)
     total = engine.cpu_kv_bytes if kind == "cpu" else (hbm_bytes or hardware.hbm_bytes)
     if total is None:
         raise UserError(f"the memory of {hardware.title} is not known: expected hbm_bytes, or cpu_kv_bytes for a CPU.")
@@ -229,7 +228,8 @@ def graph_bytes(facts: ModelFacts, cudagraph_mode: str | None, max_num_seqs: int
 
 
 def _attention_bytes(facts: ModelFacts, layout: ParallelLayout, tokens: int) -> int:
-    """Return the bytes of all tokens' queries, keys, values and outputs in 16 bit; for MLA, of its latents too.
+    """Return the bytes of all tokens' queries, keys, values and outputs in 16 bit; for MLA and DeepSeek V4,
+    of latents too.
 
     The attention itself needs nothing: vLLM's profiling run skips it.
     """
@@ -237,6 +237,10 @@ def _attention_bytes(facts: ModelFacts, layout: ParallelLayout, tokens: int) -> 
     if latent:
         width = heads * (latent.nope + latent.rope + latent.value) + latent.rank + latent.rope
         return 2 * tokens * (width + (latent.query_rank or 0))
+    if sizes := facts.compressed:
+        # Queries and outputs, their latents, the one key-value head, and a compressor's keys and scores in float32.
+        latents = sizes.query_rank + sizes.groups * sizes.output_rank // layout.tensor
+        return 2 * tokens * (facts.head_dim * (2 * heads + 1 + 8) + latents)
     return 2 * tokens * facts.head_dim * (2 * heads + 2 * max(1, facts.kv_heads // layout.tensor))
 
 

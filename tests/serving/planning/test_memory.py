@@ -13,7 +13,7 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.hardware import hardware
 from quantmint.pipeline.serving.model.facts import ModelFacts, as_quantized, facts_of_config, model_facts
 from quantmint.pipeline.serving.plan import Memory, ParallelLayout
-from quantmint.pipeline.serving.planning.kv_cache import LayerCache, cache_groups, kv_bytes_per_token
+from quantmint.pipeline.serving.planning.kv_cache import LayerCache, cache_groups, groups_of_model, kv_bytes_per_token
 from quantmint.pipeline.serving.planning.memory import EngineSettings, estimate_memory, stage_bytes
 
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
@@ -43,6 +43,8 @@ def on(facts: ModelFacts, layout: ParallelLayout, machine: str = "mi300x", **cha
         ("DeepSeek-R1-0528", 8, "auto", "rocm", 70272),  # the latent is the same on every rank
         ("DeepSeek-V3.2", 8, "auto", "rocm", 70272 + 61 * 132),
         ("DeepSeek-V3.2", 8, "fp8", "cuda", 61 * (656 + 132)),
+        # 21 layers with entries of 4 tokens and an indexer, 20 with entries of 128, in padded pages of 256 tokens.
+        ("DeepSeek-V4-Flash", 8, "auto", "rocm", (21 * (37440 + 8640) + 20 * 1728) // 256),
         ("gpt-oss-120b", 1, "auto", "rocm", 18 * 2 * 8 * 64 * 2),
         ("Qwen3-Next-80B-A3B-Instruct", 2, "auto", "rocm", 12 * 2 * 1 * 256 * 2),
         ("Llama-4-Scout-17B-16E-Instruct", 1, "auto", "rocm", 48 * 2 * 8 * 128 * 2),
@@ -156,6 +158,16 @@ def test_twelve_windows_and_thirteen_full_layers_are_padded_to_two_groups() -> N
     made = cache_groups(layers(*["sliding"] * 12, *["full"] * 13), block_size=16)
     assert sorted(len(group.layers) for group in made.groups) == [12, 13]
     assert made.block_bytes(range(25)) == 13 * 16 * 64
+
+
+def test_compressed_layers_are_packed_into_the_groups_that_vllm_forms() -> None:
+    # As vLLM 0.32 groups these caches (_get_packed_kv_cache_groups), and the blocks that it then gives to a request.
+    groups = groups_of_model(facts_of("DeepSeek-V4-Flash"), 8, "auto", "rocm", 16)
+    formed = {(group.block, group.window, len(group.layers), sum(group.pages)) for group in groups.groups}
+    windows = {(64, 128, 22, 823680), (64, 128, 21, 786240)}
+    assert formed == {(256, 0, 62, 1002240), (4, 8, 42, 870912), (8, 128, 20, 656640), *windows}
+    assert groups.block_bytes(range(43)) == 1002240
+    assert groups.blocks_of_request(40960, 2 * 8192) == 6842
 
 
 def test_a_block_grows_until_a_state_fits_it() -> None:
