@@ -56,8 +56,9 @@ class ModelFacts(Shape):
     delta nets). ``quantization`` is a scheme of schemes.yaml, else the method's own name, "none" for 16 bit.
     ``expert_schemes`` are the schemes of routed experts, without 16 bit, as far as their names are known. ``group`` is
     the number of input elements that share a scale, None without groups. ``weights`` is in bytes, measured from
-    headers, or computed if ``counted``. ``predictor`` says whether the model has layers for multi-token prediction, which ``parameters`` and ``weights``
-    leave out. ``schemes`` are those of all quantized modules, of which ``quantization`` has the most weights.
+    headers, or computed if ``counted``. ``predictor`` says whether the model has layers for multi-token prediction,
+    which ``parameters`` and ``weights`` leave out. ``schemes`` are those of all quantized modules, of which
+    ``quantization`` has the most weights.
     """
 
     architecture: str
