@@ -133,7 +133,8 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
 
     recipe, source = job.setting.recipe, job.setting.source
     prediction = expected.prediction
-    costs = forecast_weights(expected.source, expected.structure, recipe, machine_here(job.setting.device))
+    machine = machine_here(job.setting.device)
+    costs = forecast_weights(expected.source, expected.structure, recipe, machine, plans=expected.plans)
     facts: dict[str, Any] = {
         "source": source.to_json() if source.repo else str(source.folder),
         "out": str(job.out),

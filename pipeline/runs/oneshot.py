@@ -20,6 +20,7 @@ from quantmint.pipeline.base.canonical import ABSENT, difference, fingerprint
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.machine import process_age
 from quantmint.pipeline.base.progress import Reporter
+from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, read_json
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
@@ -34,7 +35,7 @@ from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.checks import check
 from quantmint.pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, OVERRIDES, checkpoint_files
 from quantmint.pipeline.stages.setting import Setting
-from quantmint.pipeline.stages.sizes import Prediction, model_for, predict
+from quantmint.pipeline.stages.sizes import Prediction, model_for, planned_shards, predict
 from quantmint.pipeline.stages.source import config_folder, fetch, repository
 from quantmint.pipeline.stages.stage import Planned
 from quantmint.pipeline.store.disk import disk_errors, write_atomic
@@ -138,12 +139,16 @@ def _shown(side: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """The checkpoint that a job will make, by the model's headers; ``schemes`` counts modules by scheme."""
+    """The checkpoint that a job will make, by the model's headers; ``schemes`` counts modules by scheme.
+
+    ``plans`` are the layouts of its files, none for an engine that lays them out itself.
+    """
 
     source: Checkpoint
     structure: Structure
     schemes: Mapping[str, int]
     prediction: Prediction
+    plans: tuple[ShardPlan, ...]
 
 
 def source_section(text: str) -> dict[str, str]:
@@ -191,7 +196,13 @@ def look_ahead(job: QuantizationJob) -> Outlook:
         field, _, message = error.message.partition(": ")
         raise UserError(f"{option_of(tuple(field.split('.')))}: {message}", hint=error.hint) from None
     schemes = dict(Counter(choice.schemes.values()).most_common())
-    return Outlook(source, structure, schemes, predict(source, structure, setting.recipe))
+    plans = planned_shards(source, structure, setting.recipe)
+    return Outlook(source, structure, schemes, predict(source, structure, setting.recipe, plans), plans)
+
+
+def _without_plans(expected: Outlook) -> Outlook:
+    """Return the outlook without the layouts, whose memory a run needs for the engine's own."""
+    return replace(expected, plans=())
 
 
 def make_checkpoint(job: QuantizationJob, reporter: Reporter) -> bool:
@@ -207,7 +218,7 @@ def make_checkpoint(job: QuantizationJob, reporter: Reporter) -> bool:
         if job.setting.source.repo is not None:
             fetch(job.setting.source, with_code=job.setting.recipe.trust_remote_code, progress=reporter)
         reporter.say("reading the model's structure")
-        expected = look_ahead(job)
+        expected = _without_plans(look_ahead(job))
         require_means(job.plan, job.setting, prediction=expected.prediction)
         start = process_age()
     with disk_errors(job.out):
@@ -222,7 +233,7 @@ def make_checkpoint(job: QuantizationJob, reporter: Reporter) -> bool:
             if job.setting.chosen is not None:
                 setting = measured(as_written(job.setting), reporter)
                 job = replace(job, setting=setting, plan=build_plan(setting, job.plan[-1].key))
-                expected = look_ahead(job)
+                expected = _without_plans(look_ahead(job))
             _deliver(job, run_plan(job.plan, job.setting, reporter), expected, start=start, resumed=resumed)
         with disk_errors(job.out):
             _move(job.out)
