@@ -115,7 +115,7 @@ def model_facts(folder: Path) -> ModelFacts:
         return counted
     tensors = (info for _, info in open_checkpoint(folder).tensors.values())
     module_weights = measure_weights(tensors, layers=counted.layers)
-    experts, quantization = counted.expert_schemes, declared_quantization(config)
+    experts, quantization = counted.expert_schemes, _quantization(config)
     names = tuple(weight.name for weight in module_weights if weight.role == "experts" and weight.linear)
     if quantization and names:
         experts = tuple(sorted({scheme for scheme in _declared(quantization, names)[0].values() if scheme is not None}))
@@ -143,7 +143,7 @@ def facts_of_config(config: Mapping[str, Any]) -> ModelFacts:
     shape = read_shape(config)
     module_weights = count_weights(config, shape)
     linear = {weight.name: weight.parameters for weight in module_weights if weight.linear}
-    quantization = declared_quantization(config) or {}
+    quantization = _quantization(config)
     schemes, cached = _declared(quantization, tuple(linear)) if quantization else (dict.fromkeys(linear), False)
     experts = tuple(name for names in expert_names(shape.expert_layers) for name in names) if quantization else ()
     of_experts = _declared(quantization, experts)[0] if experts else {}
@@ -254,6 +254,12 @@ def _context(shape: Shape) -> int:
     return int(length)
 
 
+def _quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `quantization_config`, empty for 16 bit, with the type of DeepSeek V4's experts, declared beside it."""
+    declared = declared_quantization(config)
+    return {**declared, "expert_dtype": config.get("expert_dtype")} if declared else {}
+
+
 def _declared(quantization: Mapping[str, Any], modules: Sequence[str]) -> tuple[Mapping[str, str | None], bool]:
     """Return the scheme of each of these linear modules, None for 16 bit, and whether there are FP8 cache scales."""
     method = str(quantization.get("quant_method") or "unknown")
@@ -264,11 +270,12 @@ def _declared(quantization: Mapping[str, Any], modules: Sequence[str]) -> tuple[
         return schemes, claims.kv_cache or bool(quantization.get("kv_cache_quant_config"))
     in_16_bit = [str(pattern) for key in _EXCLUDED for pattern in quantization.get(key) or ()]
     scheme = _scheme(method, quantization)
+    of_experts = "mxfp4" if quantization.get("expert_dtype") == "fp4" else scheme
     # gpt-oss keeps all modules but its experts in 16 bit, listed or not.
     schemes = {
         module: None
         if any(_matches(module, pattern) for pattern in in_16_bit) or (method == "mxfp4" and ".experts." not in module)
-        else scheme
+        else (of_experts if ".experts." in module else scheme)
         for module in modules
     }
     return schemes, str(quantization.get("kv_cache_quant_algo") or "").upper() == "FP8" or _kv_scales(quantization)

@@ -206,8 +206,10 @@ def _profile_peak(facts: ModelFacts, layout: ParallelLayout, kind: str, engine: 
     rows = min(max_num_seqs, tokens)
     sampler = hidden + rows * facts.vocabulary * _SAMPLER_BYTES
     outside = _OUTSIDE[kind] + (_COMMUNICATION[kind] if layout.gpus > 1 else 0)
-    # One table of sines and cosines for all layers: [context, rotated elements] in 16 bit.
+    # One table of sines and cosines for all layers: [context, rotated elements] in 16 bit. DeepSeek V4 has two in 32.
     rope = 2 * facts.context * (latent.rope if latent else facts.head_dim)
+    if facts.compressed:
+        rope = 8 * facts.context * int(facts.fields["qk_rope_head_dim"])
     return max(body, sampler) + outside + rope + (_ENCODER_PEAK if facts.multimodal else 0)
 
 
