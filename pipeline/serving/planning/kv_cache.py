@@ -214,8 +214,8 @@ def kv_bytes_per_token(facts: ModelFacts, tensor_parallel: int, kv_cache_dtype: 
     with "fp8" for 8 bit, or is "float32". ``kind`` is rocm, cuda or cpu.
     """
     if facts.compressed:
-        groups = groups_of_model(facts, tensor_parallel, kv_cache_dtype, kind, _ENTRY_BLOCK).groups
-        return round(sum(sum(group.pages) / group.block for group in groups if group.kind == "full"))
+        caches = _compressed_caches(facts)
+        return round(sum(page / bucket.block for bucket, _, page in caches if bucket.kind == "full"))
     layers = layer_caches(facts, tensor_parallel, kv_cache_dtype, kind)
     counted = [cache for cache in layers if cache.kind == "full"] or [c for c in layers if c.kind == "sliding"]
     return sum(cache.nbytes + cache.extra for cache in counted)
