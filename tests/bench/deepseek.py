@@ -1,13 +1,15 @@
-"""Measure `quantmint quantize` on DeepSeek R1's shape: FP8 blocks in, MXFP4 in Quark's layout out.
+"""Measure `quantmint quantize` on DeepSeek R1's shape: FP8 blocks, or MXFP4, in; MXFP4 in Quark's layout out.
 
 ::
 
     python -m tests.bench.deepseek --layers 4 --source /dev/shm/r1 --out /data/r1-mxfp4 --json r1.json
+    python -m tests.bench.deepseek --source /data/r1 --source-scheme mxfp4 --out /data/r1-fp8 --scheme ptpc_fp8
     python -m tests.bench.deepseek --layers 1 --experts 64 --source /tmp/r1 --out /tmp/r1-mxfp4 --device cpu
 
 Layers have the release's sizes and tensor names; their number and that of the experts are options. ``--narrow`` makes
 each matrix small, which leaves what the number of modules costs. The source is written where ``--source`` says, unless
-a model of that shape is there already. In the same run, on the disk of ``--out``, two limits are measured: random bytes
+a model of that shape is there already; with ``--source-scheme`` it is converted to that scheme first, untimed, and the
+command starts from the result. In the same run, on the disk of ``--out``, two limits are measured: random bytes
 past the page cache, and `cp` of the source. The command is timed from its start to its exit, on a model that it has not
 seen before.
 """
@@ -284,7 +286,8 @@ def report(result: Mapping[str, Any]) -> str:
         f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gb']} GB"
         + (f", {machine['accelerator']}" if machine["accelerator"] else "")
         + f"; torch {machine['torch']}, load before {machine['load_before']}",
-        f"{source:.2f} GB in {result['files']} files -> {out:.2f} GB of {result['scheme']}, on {result['device']}",
+        f"{source:.2f} GB of {result['source_scheme']} in {result['files']} files -> "
+        f"{out:.2f} GB of {result['scheme']}, on {result['device']}",
         f"whole process {run['wall']:.1f} s, CPU {run['cpu']:.1f} s, {run['rss'] / 1e9:.2f} GB resident"
         + (f", {run['gpu_gb']:.2f} GB on the GPU" if "gpu_gb" in run else ""),
         "parts, s: " + ", ".join(f"{part} {took:.2f}" for part, took in seconds.items()),
@@ -312,6 +315,7 @@ def report(result: Mapping[str, Any]) -> str:
 @click.option("--experts", default=256, show_default=True, help="Routed experts of a mixture.")
 @click.option("--narrow", is_flag=True, help="Make hidden states 256 wide: the cost of modules, not of bytes.")
 @click.option("--source", type=click.Path(path_type=Path), required=True, help="Write the source there, or find it.")
+@click.option("--source-scheme", help="Convert the source to that scheme first, beside it: mxfp4.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Write the checkpoint there: a new folder.")
 @click.option("--scheme", default="mxfp4", show_default=True, help="Quantize to that scheme.")
 @click.option("--format", "layout", default="quark", show_default=True, help="Write that layout.")
@@ -328,6 +332,7 @@ def main(
     experts: int,
     narrow: bool,
     source: Path,
+    source_scheme: str | None,
     out: Path,
     scheme: str,
     layout: str,
@@ -350,6 +355,7 @@ def main(
     result: dict[str, Any] = {
         "machine": describe(device),
         "device": device,
+        "source_scheme": source_scheme or "fp8_block",
         "scheme": scheme,
         "shape": {"layers": shape.layers, "dense": shape.dense, "experts": shape.experts, "narrow": narrow},
         "limits": {},
@@ -358,6 +364,14 @@ def main(
     try:
         started = time.perf_counter()
         total = write_source(source, shape)
+        if source_scheme is not None:
+            written, source = source, source.with_name(f"{source.name}-{source_scheme}")
+            how = {"scheme": source_scheme, "layout": "quark", "device": device, "threads": None, "sampled": False}
+            quantize(written, source, cache=cache, **how)
+            shutil.rmtree(source / "quantmint")
+            total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+            if not keep:
+                shutil.rmtree(written)
         result["files"] = len(list(source.glob("*.safetensors")))
         click.echo(f"source: {total / 1e9:.2f} GB, written or found in {time.perf_counter() - started:.1f} s")
         into_page_cache(source)
