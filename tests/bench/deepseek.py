@@ -9,9 +9,9 @@
 Layers have the release's sizes and tensor names; their number and that of the experts are options. ``--narrow`` makes
 each matrix small, which leaves what the number of modules costs. The source is written where ``--source`` says, unless
 a model of that shape is there already; with ``--source-scheme`` it is converted to that scheme first, untimed, and the
-command starts from the result. In the same run, on the disk of ``--out``, two limits are measured: random bytes
-past the page cache, and `cp` of the source. The command is timed from its start to its exit, on a model that it has not
-seen before.
+command starts from the result. The command is timed from its start to its exit, on a model that it has not seen before.
+After it, on the disk of ``--out``, two limits are measured: as many random bytes as the checkpoint has, past the page
+cache, and `cp` of the source. As many, because a disk that is lent is often fast for some gigabytes only.
 """
 
 from __future__ import annotations
@@ -376,19 +376,19 @@ def main(
         click.echo(f"source: {total / 1e9:.2f} GB, written or found in {time.perf_counter() - started:.1f} s")
         into_page_cache(source)
         for number in range(rounds):
-            if limits:
-                result["limits"] = {
-                    "write": disk_limit(out.absolute().parent, total // 2),
-                    "copy": copy_source(source, out.absolute().parent),
-                }
             how = {"scheme": scheme, "layout": layout, "device": device, "threads": threads, "sampled": sampled}
             result["run"] = quantize(source, out, cache=cache, **how)
+            if not keep or number + 1 < rounds:
+                shutil.rmtree(out)
+            if limits:
+                result["limits"] = {
+                    "write": disk_limit(out.absolute().parent, result["run"]["record"]["bytes"]),
+                    "copy": copy_source(source, out.absolute().parent),
+                }
             if json_path is not None:
                 with json_path.open("a", encoding="utf-8") as stream:
                     stream.write(json.dumps(result) + "\n")
             click.echo(report(result))
-            if not keep or number + 1 < rounds:
-                shutil.rmtree(out)
     finally:
         shutil.rmtree(cache)
         if not keep:

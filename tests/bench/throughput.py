@@ -158,11 +158,12 @@ def series(
     jobs: dict[str, Job] = {}
     launches: dict[str, list[Launch]] = {BASELINE: []}
     broken: dict[str, str] = {}
-    longest, warm = 0.0, False
+    took: dict[str, float] = {}  # seconds of the last launch of each: a first one compiles
+    warm = False
     for number, name in enumerate(names):
         if name in broken:
             continue
-        if ends is not None and time.monotonic() + 1.1 * longest > ends:
+        if ends is not None and time.monotonic() + 1.1 * took.get(name, max(took.values(), default=0.0)) > ends:
             reporter.say(f"no time is left for launch {number + 1} of {len(names)}: {name}")
             break
         case = next(iter(recipes)) if name == BASELINE else name
@@ -180,7 +181,7 @@ def series(
                     warm, began = True, time.monotonic()
                 reporter.say(f"launch {number + 1} of {len(names)}: {name}")
                 make_launch(jobs[case], turn, lambda _: None)
-                longest = max(longest, time.monotonic() - began)
+                took[name] = time.monotonic() - began
             launches[name].append(Launch.from_json(json.loads((turn.folder / LAUNCH).read_text(encoding="utf-8"))))
         except QuantmintError as error:
             broken[name] = str(error)
