@@ -298,7 +298,10 @@ def report(result: Mapping[str, Any]) -> str:
     ]
     if "write" in limits:
         share = out / writing / limits["write"]
-        lines.append(f"disk, random bytes past the page cache: {limits['write']:.2f} GB/s; output at {share:.2f} of it")
+        lines.append(
+            f"disk, random bytes past the page cache: {limits['write']:.2f} GB/s; output at {share:.2f} of it, "
+            f"written and read back at {2 * share:.2f}"
+        )
     if "copy" in limits:
         share = source / writing / limits["copy"]
         lines.append(f"cp of the source, flushed: {limits['copy']:.2f} GB/s; source at {share:.2f} of it")

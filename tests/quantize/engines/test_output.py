@@ -152,7 +152,7 @@ def test_the_disk_begins_before_a_file_is_whole_and_with_all_of_it_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(worker, "_start_flush", started.append)
+    monkeypatch.setattr(worker, "start_flush", started.append)
     monkeypatch.setattr(worker, "_FLUSH", 100)
     sink = worker.Sink(tmp_path / "file", 330)
     for offset in range(0, 330, 30):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quantmint.pipeline.base.errors import StageError
-from quantmint.pipeline.quantize.engines.stream import schedule
+from quantmint.pipeline.quantize.engines.stream import disk, schedule
 from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 from tests.quantize.engines.conftest import layers
@@ -232,10 +232,17 @@ def test_a_failing_write_anywhere_in_a_file_leaves_nothing_half_committed(
         assert run(small, work) == undisturbed
 
 
+@pytest.mark.parametrize("batch", [1, 64 << 20], ids=["while it grows", "at its end"])
 def test_a_bit_that_turns_between_kernel_and_disk_is_noticed(
-    run: Run, small: Checkpoint, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    small: Checkpoint,
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
 ) -> None:
     """The file is read back before it is committed: neither the hash nor the error of a weight would know."""
+    monkeypatch.setattr(disk, "_BATCH", batch)
     original, count, work = os.pwrite, 0, tmp_path / "work"
 
     def write(descriptor: int, data: Any, offset: int) -> int:

@@ -21,14 +21,13 @@ from quantmint.calibration.durable import fsync
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.base.machine import cores as machine_cores
+from quantmint.pipeline.quantize.engines.stream.disk import ReadBack
 from quantmint.pipeline.quantize.engines.stream.plan import Piece, Scan, ShardPlan
 from quantmint.pipeline.quantize.engines.stream.shard import (
     PARTIAL_SUFFIX,
     OpenShard,
     Stopped,
-    Sum,
     WrittenShard,
-    read_back,
 )
 from quantmint.pipeline.quantize.engines.stream.worker import Worker
 
@@ -186,10 +185,10 @@ class _Schedule:
         with self._lock:
             self._open.remove(shard)
             self._last = time.perf_counter()
-            committer.submit(self._commit, written, shard.sums)
+            committer.submit(self._commit, written, shard.read_back)
 
-    def _commit(self, shard: WrittenShard, sums: Sequence[Sum]) -> None:
-        """Flush a file, prove by checksums that the disk holds what was hashed, and commit it; other files go on.
+    def _commit(self, shard: WrittenShard, read_back: ReadBack) -> None:
+        """Flush a file, finish its comparison with what was hashed, and commit it; other files go on.
 
         Failures are passed to `_fail`.
         """
@@ -198,7 +197,7 @@ class _Schedule:
         try:
             if path.exists():  # else an earlier try came as far as the commit
                 fsync(path)
-                if not read_back(path, sums):
+                if not read_back.finish():
                     raise StageError(
                         f"{path}: what lies on the disk is not what was written.",
                         hint="Run the same command again; should it repeat, look at the disk and the memory.",
@@ -207,6 +206,7 @@ class _Schedule:
                 self._order.commit(shard, path)
         except BaseException as error:  # a disk that refuses one file refuses the next: no worker begins it
             self._fail(error)
+        read_back.abandon()
         with self._lock:
             self._seconds["flush"] += time.perf_counter() - begin
 

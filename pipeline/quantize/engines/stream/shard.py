@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from math import prod
 from pathlib import Path
 from threading import Condition
-from typing import TYPE_CHECKING, NamedTuple
 
 from quantmint.calibration.elements import bits, power
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.errors import StageError
+from quantmint.pipeline.quantize.engines.stream.disk import ReadBack, Sum, sum_of
 from quantmint.pipeline.quantize.engines.stream.plan import (
     NUMBERS,
     STATIC_ROLES,
@@ -44,10 +42,6 @@ from quantmint.pipeline.quantize.inspection.numbers import Error
 from quantmint.pipeline.quantize.schemes.registry import KERNELS
 from quantmint.pipeline.quantize.schemes.scales import amax
 from quantmint.pipeline.quantize.schemes.scheme import Parts
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 _STRIDE = 64
 
@@ -81,61 +75,6 @@ class WrittenShard:
     errors: Mapping[str, Error] = field(default_factory=dict)
 
 
-class Sum(NamedTuple):
-    """Checksum of a part of a file: ``value`` is the `sum_of` of its ``size`` bytes at ``offset``."""
-
-    offset: int
-    size: int
-    value: int
-
-
-_ROW = 4096  # words; they and their factors stay in a core's own cache
-_PRIME = 0x9E3779B97F4A7C55  # odd, so that no row is lost
-
-
-@cache
-def _factors() -> NDArray[np.uint64]:
-    """Return the factor of each word of a row for `sum_of`: odd random numbers, uint64 [_ROW]."""
-    import numpy as np
-
-    return np.random.default_rng(0).integers(0, 1 << 63, _ROW, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-
-
-def sum_of(data: memoryview) -> int:
-    """Return a 64-bit checksum of ``data``, computed from 64-bit words in rows of `_ROW`; zeros fill the last row.
-
-    Each word is multiplied by an odd number that depends on its place, modulo 2^64: any single word that changes
-    changes the sum, and so do words that change places, but for rare coincidences. It takes a fifth of SHA-256's time.
-    """
-    import numpy as np
-
-    factors, total = _factors(), 1
-    size = data.nbytes // factors.nbytes * factors.nbytes
-    tail = bytes(data[size:]).ljust(factors.nbytes, b"\0")
-    for part in (data[:size], tail):
-        for row in (np.frombuffer(part, dtype=np.uint64).reshape(-1, _ROW) @ factors).tolist():
-            total = (total * _PRIME + row) % (1 << 64)
-    return total
-
-
-def read_back(path: Path, sums: Sequence[Sum]) -> bool:
-    """Return whether a flushed file on the disk has the checksums ``sums`` of what was written.
-
-    Its cached pages are dropped first. Raises `StageError` where it cannot be read.
-    """
-    files, buffer = Files(path.parent), torch.empty(max(part.size for part in sums), dtype=torch.uint8).numpy().data
-    try:
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for part in sums:
-            files.read(path.name, "what was written", part.offset, buffer[: part.size])
-            if sum_of(buffer[: part.size]) != part.value:
-                return False
-        return True
-    finally:
-        files.close()
-
-
 class Stopped(Exception):  # noqa: N818 - not a failure of the worker that meets it
     """Raised in workers after another failure, or when the run is interrupted."""
 
@@ -145,7 +84,8 @@ class OpenShard:
 
     ``source`` is the folder to read from, ``path`` the file's name until it is committed. ``scalars`` holds the tensors
     that no kernel makes, by name. ``piece`` is the bytes of a worker's task, ``advance`` is called with the bytes read.
-    A complete file is not yet flushed to the disk. Raises `OSError` where the file cannot be created.
+    A complete file is not yet flushed to the disk, and ``read_back`` is left to finish or to abandon. Raises `OSError`
+    where the file cannot be created.
     """
 
     def __init__(
@@ -177,7 +117,7 @@ class OpenShard:
         self._held: dict[str, torch.Tensor] = dict(scalars)
         self._errors: defaultdict[str, Error] = defaultdict(Error)
         self._digest = hashlib.sha256()
-        self.sums: list[Sum] = []
+        self.read_back = ReadBack(path)
         self._append(0, memoryview(plan.header))
 
     def take(self) -> Scan | Piece | None:
@@ -218,6 +158,7 @@ class OpenShard:
     def discard(self) -> None:
         """Close all files and delete the unfinished output file: no later attempt resumes in the middle of a file."""
         self.close()
+        self.read_back.abandon()
         self._path.unlink(missing_ok=True)
 
     def _scan(self, worker: Worker, scan: Scan) -> None:
@@ -356,7 +297,7 @@ class OpenShard:
 
     def _hash(self, offset: int, data: memoryview) -> None:
         self._digest.update(data)
-        self.sums.append(Sum(offset, data.nbytes, sum_of(data)))
+        self.read_back.add(Sum(offset, data.nbytes, sum_of(data)))
 
     def _require_finite(self, origin: Origin, largest: torch.Tensor) -> None:
         if not bool(largest.float().isfinite().all()):
