@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.imagination import imagine
 from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.schemes.registry import dequantize
+from quantmint.pipeline.serving.environment import find_vllm
 from quantmint.pipeline.serving.model.facts import facts_of_config, model_facts
 from tests.commands.cards import Card, assert_card, run_shipped
 from tests.commands.test_encoded_sources import stored
@@ -26,6 +30,8 @@ from tests.zoo.models import build, encode_v4, table
 Quantmint = Callable[..., Any]
 Tensors = dict[str, torch.Tensor]
 
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "tests" / "assets" / "configs"
 EXPERTS, OTHERS = 3 * 4 * 3, 3 * 8 + 1  # in 3 layers; the indexer of one layer has a weight in FP8
 SIZES = {"head_dim": 128, "num_nextn_predict_layers": 1}
 
@@ -39,7 +45,10 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with patch.dict(entry, {"config": {**entry["config"], **SIZES}}):
         model = build("deepseek_v4", folder / "model")
     tensors = load_file(model / "model.safetensors")
-    tensors |= {n.replace("layers.2.", "mtp.0."): t.clone() for n, t in tensors.items() if n.startswith("layers.2.")}
+    # The release's predictor has no compressor, and its own name for a norm.
+    layer = {n: t for n, t in tensors.items() if n.startswith("layers.2.") and "compressor" not in n}
+    renamed = {n.replace("layers.2.", "mtp.0.").replace("attn.norm", "attn.kv_norm"): t for n, t in layer.items()}
+    tensors |= {n: t.clone() for n, t in renamed.items()}
     tensors |= {f"mtp.0.{name}_proj.weight": tensors["layers.0.attn.wo_b.weight"][:, :128].clone() for name in "eh"}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     published = encode_v4(model, folder / "published")
@@ -114,6 +123,60 @@ def test_published_v4_keeps_its_numbers(
             elements = (folder[f"{module}.weight"].view(torch.uint8) for folder in (tensors, source))
             assert torch.equal(*elements), module
             assert torch.equal(tensors[f"{module}.weight_scale"], source[f"{module}.scale"].float())
+
+
+def test_a_predictor_in_16_bit_is_declared_under_the_names_of_servers(
+    quantmint: Quantmint, tmp_path: Path, sources: tuple[Path, Path]
+) -> None:
+    """vLLM builds the layers that are stored below ``mtp.`` as layers behind the last one, and asks by these names."""
+    from compressed_tensors.utils import match_name
+
+    made = quantmint("quantize", sources[0], tmp_path / "out", "--scheme", "mxfp4", "--format", "compressed-tensors")
+    assert made.code == 0, made.err
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    for module in (
+        "mtp.0.attn.wq_b",
+        "model.layers.3.attn.wq_b",
+        "model.layers.3.ffn.experts",
+        "model.layers.3.e_proj",
+    ):
+        assert any(match_name(module, pattern) for pattern in ignored), module
+    assert not any(match_name("model.layers.2.attn.wq_b", pattern) for pattern in ignored)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_vllm_builds_a_predictor_in_16_bit(quantmint: Quantmint, tmp_path: Path, sources: tuple[Path, Path]) -> None:
+    try:
+        vllm = find_vllm()
+    except UserError as error:
+        pytest.skip(error.message)
+    folder = run_shipped(quantmint, "deepseekv4flash-mxfp4", sources[0])
+    shutil.copytree(folder, tmp_path / "served")
+    made = json.loads((folder / "config.json").read_text())
+    # vLLM reads the release's configuration and not transformers'; its kernels have no compressors of these sizes.
+    release = json.loads((CONFIGS / "DeepSeek-V4-Flash" / "config.json").read_text())
+    config = {key: made.get(key, value) for key, value in release.items() if not isinstance(value, dict)}
+    config |= {"compress_ratios": [0] * 4, "rope_scaling": release["rope_scaling"]}
+    config["quantization_config"] = made["quantization_config"]
+    (tmp_path / "served" / "config.json").write_text(json.dumps(config))
+    words = [str(vllm.python), str(ROOT / "tests" / "zoo" / "predictor_in_vllm.py"), str(tmp_path / "served")]
+    run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=250)
+    assert run.returncode == 0, run.stderr[-2000:]
+    line = json.loads(run.stdout)
+    assert (line["methods"], line["error"]) == ({}, None)
+    assert not [name for name in line["missing"] if "experts" in name or "mtp_block.attn.w" in name]
+
+
+def test_a_quantized_predictor_that_cannot_stay_so_is_refused(
+    quantmint: Quantmint, tmp_path: Path, sources: tuple[Path, Path]
+) -> None:
+    made = quantmint("quantize", sources[0], tmp_path / "out", "--scheme", "mxfp4", "--mtp", "source")
+    assert made.code == 2
+    assert "found source, and mtp.0." in made.err
+    assert "Set `mtp: bf16`" in made.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_shipped_recipe_keeps_what_is_published(quantmint: Quantmint, sources: tuple[Path, Path]) -> None:

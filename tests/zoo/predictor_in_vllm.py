@@ -31,7 +31,14 @@ for _variable, _value in {
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import vllm_builder  # noqa: E402 - it is found beside this script
 
-_DTYPES = {"BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn", "U8": "uint8", "I32": "int32"}
+_DTYPES = {
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
+}
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Any]]:

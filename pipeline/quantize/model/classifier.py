@@ -139,7 +139,7 @@ class TensorClassifier:
             stacks=stack_names(self._owners),
             copied=dict(sorted(self._copied.items())),
             unclaimed=self._unclaimed,
-            predictor=tuple(sorted(self._roots)),
+            predictor=self._predictor.prefixes(self._roots, as_layers=self._kinds.predicts_in_layers),
             predictor_linear=self._predictor_linear,
             head=self._head_shape,
             aliases=self._kinds.aliases((*self._linear, *self._kept)),

@@ -30,6 +30,11 @@ class LoaderKinds:
         """Return whether vLLM builds a module with a quantization."""
         return self._view is not None and self._view.quantizes(module)
 
+    @property
+    def predicts_in_layers(self) -> bool:
+        """Return whether vLLM names the modules of a multi-token predictor like layers behind the model's last one."""
+        return self._view is not None and self._view.predicts_in_layers
+
     def is_quantizable(self, module: str) -> bool | None:
         """Return whether vLLM asks for a quantization of a module; None where that is unknown.
 

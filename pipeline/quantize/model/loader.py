@@ -99,6 +99,12 @@ class LoaderView:
         return any(version.absorbs(module) for version in self._owners(module))
 
     @property
+    def predicts_in_layers(self) -> bool:
+        """Return whether some vLLM builds a multi-token predictor under names of layers behind the model's last one."""
+        drafters = (version.drafter for version in self.versions if version.drafter is not None)
+        return any(name.startswith("model.layers.") for drafter in drafters for name in drafter.prefixes.values())
+
+    @property
     def has_absorbed(self) -> bool:
         """Return whether some vLLM absorbs projections of this model, see `absorbs`."""
         return any(version.absorbed for version in self.versions)

@@ -7,7 +7,7 @@ names of classes are not looked at, since a "gate" is also what forgets a state.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from quantmint.pipeline.quantize.model.experts import holds_experts, stacks_experts
@@ -58,6 +58,8 @@ class Predictor:
         numbers = range(layers, layers + extra) if isinstance(layers, int) else ()
         self._roots = [re.compile(rf"^(?:.*\.)?(layers\.{number}\.)") for number in numbers]
         self._roots.append(re.compile(r"^(?:.*\.)?(mtp(?:_layers|_block)?\.)"))
+        behind = range(layers, layers + max(extra, 1)) if isinstance(layers, int) else ()
+        self._behind = tuple(f"layers.{number}." for number in behind)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in ignored]
 
@@ -67,6 +69,14 @@ class Predictor:
         The prefix of the language model in front of it is left out.
         """
         return next((match[1] for root in self._roots if (match := root.search(name))), None)
+
+    def prefixes(self, roots: Collection[str], *, as_layers: bool) -> tuple[str, ...]:
+        """Return ``roots``, sorted, and what the names of their modules begin with in a server that builds them.
+
+        With ``as_layers`` the server builds layers behind the model's last one, also of what is stored below ``mtp.``.
+        """
+        behind = self._behind if as_layers and any(root.startswith("mtp") for root in roots) else ()
+        return tuple(sorted({*roots, *behind}))
 
     def is_ignored(self, name: str) -> bool:
         """Return whether transformers is told to ignore a tensor of this name, or computes it itself."""

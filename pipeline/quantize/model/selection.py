@@ -128,8 +128,8 @@ def predictor_schemes(structure: Structure, quantization: Quantization) -> tuple
     """Return the schemes of a predictor's modules by ``mtp``, and those modules that keep the bytes of the source.
 
     Modules that the recipe excludes, and those that vLLM multiplies into their neighbours and that would have fewer
-    than 8 bits, stay in 16 bit. Raises `UserError` for a model without a predictor, for one of which vLLM loads nothing
-    quantized, and where the layout cannot hold the source's encoding.
+    than 8 bits, stay in 16 bit. Raises `UserError` for a model without a predictor, for one that is to be quantized, or
+    to stay so, of which vLLM loads nothing quantized, and where the layout cannot hold the source's encoding.
     """
     if quantization.mtp in (None, "bf16"):
         return {}, frozenset()
@@ -143,6 +143,12 @@ def predictor_schemes(structure: Structure, quantization: Quantization) -> tuple
     scheme = quantization.predictor_scheme
     if scheme is None:
         stored = stored_schemes(structure, modules, quantization.format, "quantization.mtp")
+        if not stored and structure.encoded_predictor:
+            raise UserError(
+                f"quantization.mtp: found source, and {structure.encoded_predictor} is quantized there, but vLLM loads "
+                "no module of the predictor quantized under the names of this source, or the recipe excludes all.",
+                hint="Set `mtp: bf16`.",
+            )
         return stored, frozenset(stored)
     narrow = scheme_row(scheme).weight.bits < ABSORBED_BITS
     schemes = {module: scheme for module in modules if not (narrow and module in absorbed)}

@@ -23,11 +23,11 @@ class Structure:
     tensor); ``copied`` counts the other tensors, which are carried over as they are, by reason. ``unclaimed`` are
     tensors or modules inside the decoder that no rule knows, with the reason: a recipe must exclude them by name.
     ``attention`` are the attention modules in the order of their layers; ``parameters`` counts all elements of the
-    model. ``predictor`` are the prefixes of the tensors of a multi-token predictor, and ``predictor_linear`` its linear
-    modules that vLLM builds with a quantization, with [out_features, in_features]: they are among ``kept`` too, a stack
-    of experts by the module that holds it, and stay in 16 bit unless the recipe's ``mtp`` says otherwise. ``head`` is
-    the output head with [vocabulary, hidden], where it has a tensor of its own; it stays in 16 bit unless the recipe
-    overrides it by its name.
+    model. ``predictor`` are the prefixes of a multi-token predictor's modules, on disk and in vLLM, and
+    ``predictor_linear`` its linear modules that vLLM builds with a quantization, with [out_features, in_features]: they
+    are among ``kept`` too, a stack of experts by the module that holds it, and stay in 16 bit unless the recipe's
+    ``mtp`` says otherwise. ``head`` is the output head with [vocabulary, hidden], where it has a tensor of its own; it
+    stays in 16 bit unless the recipe overrides it by its name.
 
     ``weights`` says for each linear module where its weight lies: the tensors that it names as stacks are not in the
     quantized checkpoint. ``biases`` are the biases of single experts that are stacked, by module. ``encoded`` maps each
@@ -94,6 +94,12 @@ class Structure:
         """Return the modules of a predictor that hold a stack of experts, which are single modules once quantized."""
         stacks = (self.weights[module] for module in self.predictor_linear)
         return frozenset(source.tensor.rpartition(".")[0] for source in stacks if source.expert is not None)
+
+    @property
+    def encoded_predictor(self) -> str | None:
+        """Return a tensor of the predictor that the source has quantized; None without one."""
+        prefixes = tuple(f".{prefix}" for prefix in self.predictor)
+        return next((name for name in self.encoded if any(prefix in f".{name}" for prefix in prefixes)), None)
 
     def require_whole(self, where: object) -> None:
         """Raise `UserError`, naming ``where``, if the tensors are not those that the configuration implies."""
