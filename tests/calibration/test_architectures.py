@@ -65,6 +65,7 @@ def run(tmp_path: Path, listener: Any) -> Callable[..., CalibrationOutcome]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WALKED)
 def test_layer_mode_finds_what_resident_mode_finds(
     zoo: Zoo,

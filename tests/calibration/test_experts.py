@@ -42,6 +42,7 @@ def by_hand(module: Any, expert: int, tokens: torch.Tensor) -> tuple[torch.Tenso
     return tokens.abs().amax().float(), (module.act_fn(gate) * up).abs().amax().float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["all", "routed"])
 @pytest.mark.parametrize("name", STACKED)
 def test_inputs_of_stacked_experts(models: Models, blocks: torch.Tensor, name: str, experts: Any) -> None:
@@ -66,6 +67,7 @@ def test_inputs_of_stacked_experts(models: Models, blocks: torch.Tensor, name: s
     assert compared == sum(replica.model.get_submodule(layer).num_experts for layer in calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STACKED, "llama4-text", "gpt-oss"])
 def test_what_experts_are_shown_changes_nothing_downstream(models: Models, blocks: torch.Tensor, name: str) -> None:
     replica = load_resident(models(name), "cpu")

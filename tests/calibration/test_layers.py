@@ -51,6 +51,7 @@ def interrupt_at(step: int) -> Callable[[int], None]:
     return advance
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_layer_is_committed")
 @pytest.mark.parametrize("budget", [0, 20_000, 10**9])
 @pytest.mark.parametrize("step", [1, 5, 9, 21])

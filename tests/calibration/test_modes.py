@@ -41,6 +41,7 @@ def run(tmp_path: Path, listener: Any) -> Callable[..., CalibrationOutcome]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observation", OBSERVATIONS.values(), ids=OBSERVATIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_layer_mode_finds_what_resident_mode_finds(

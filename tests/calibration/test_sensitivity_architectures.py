@@ -67,6 +67,7 @@ def of_whole(folder: Path, groups: Mapping[str, Sequence[str]], sites: Mapping[s
     return {group: total / sum(map(len, SAMPLES)) for group, total in totals.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules"),
     [

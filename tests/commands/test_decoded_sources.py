@@ -39,6 +39,7 @@ def run(warm_python: Path, arguments: list[str], moments: dict[str, int | None])
     return ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["none", "gptq"])
 def test_a_killed_run_goes_on_to_the_same_bytes(
     folders: tuple[str, str], words: tuple[str, ...], warm_python: Path, quantmint: Quantmint, algorithm: str

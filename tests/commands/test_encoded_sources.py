@@ -94,6 +94,7 @@ def assert_imagined(folder: Path) -> None:
     assert structure.decoded_away == read.decoded_away
 
 
+@pytest.mark.slow
 def test_kimi_is_planned_from_its_configuration() -> None:
     """INT4 experts in groups of 32, everything else in 16 bit: the release has 594 GB."""
     checkpoint, structure = imagine(CONFIGS / "Kimi-K2-Thinking")
@@ -154,6 +155,7 @@ def test_a_plan_says_what_becomes_of_a_quantized_source(quantmint: Quantmint, mo
     assert any("weights in MXFP4 keep their numbers where" in caution for caution in planned.json["cautions"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["mxfp4", "ptpc_fp8"])
 def test_gptq_of_a_mixture_runs_on_the_decoded_model(
     quantmint: Quantmint, models: Models, words: tuple[str, ...], scheme: str

@@ -178,6 +178,7 @@ def test_an_integer_source_is_decoded_as_its_library_does(quantmint: Quantmint, 
     assert inspected.code == 0, inspected.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["awq", "gptq-act-order", "asymmetric"])
 def test_an_integer_mixture_is_rounded_by_gptq(
     quantmint: Quantmint, models: Models, words: tuple[str, ...], kind: str

@@ -29,6 +29,7 @@ CARD = b"---\nlicense: apache-2.0\nlibrary_name: vllm\n---\n# tiny\n"
 FETCH = "import sys, huggingface_hub; print(huggingface_hub.snapshot_download(sys.argv[1], revision=sys.argv[2]))"
 
 
+@pytest.mark.slow
 def test_it_answers_as_the_bytes_mean_that_were_published(
     vllm: Path, hub: HubStandIn, make_release: MakeRelease, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_pairing_by_prompt_narrows_the_bounds() -> None:
     assert (paired.high - paired.low) < 0.8 * (unpaired.high - unpaired.low)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [24, 57])
 def test_a_loss_at_the_margin_passes_or_fails_in_five_percent_of_cases(prompts: int) -> None:
     rates = 0.4 + 0.4 * np.random.RandomState(3).random_sample(prompts)

@@ -67,6 +67,7 @@ def test_no_number_of_likeliest_tokens_bounds_it_from_above() -> None:
     assert divergences[2] > 20 * exact(first, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bound", "limit"), [("upper", 0.075), ("lower", 0.075)])
 def test_either_bound_errs_as_seldom_as_it_says(bound: str, limit: float) -> None:
     """400 measurements of 40 texts with a known mean; of an error rate of 5 %, 7.5 are more than two deviations up."""

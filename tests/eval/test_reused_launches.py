@@ -172,6 +172,7 @@ def test_the_simulated_rule_is_the_gates(name: str) -> None:
         assert (cell.ratio_low >= PROMISE, cell.ratio_high <= PROMISE) == (passed[run], failed[run])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launches", [4, 5, 7])
 @pytest.mark.parametrize("cells", [1, 4])
 @pytest.mark.parametrize("name", NOISES)

@@ -28,6 +28,7 @@ def right(item: ChatItem) -> ChatAnswer:
     return ChatAnswer("", tuple((call["name"], json.dumps(call["arguments"])) for call in item.target), "tool_calls")
 
 
+@pytest.mark.slow
 def test_generated_calls_keep_their_schemas_and_are_the_same_for_ever() -> None:
     for item in ITEMS:
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in item.tools}
@@ -148,6 +149,7 @@ _SCHEMAS = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(_VALUES, _SCHEMAS)
 @settings(max_examples=500, deadline=None)
 def test_arguments_are_judged_as_jsonschema_judges_them(value: Any, schema: dict[str, Any]) -> None:

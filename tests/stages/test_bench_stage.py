@@ -211,6 +211,7 @@ def test_what_the_result_depends_on(series: Callable[..., Series], tmp_path: Pat
     assert len(seen) == 4
 
 
+@pytest.mark.slow
 def test_another_checkpoint_reuses_half_of_the_baselines_launches(series: Callable[..., Series]) -> None:
     made = series(launches=4)
     entry = made.run().entry("bench")
@@ -248,6 +249,7 @@ def test_another_checkpoint_reuses_half_of_the_baselines_launches(series: Callab
     assert made.starts() == (before[0] + 5, before[1] + 4), "made anew by wish"
 
 
+@pytest.mark.slow
 def test_reused_launches_that_disagree_are_made_anew(series: Callable[..., Series]) -> None:
     made = series(launches=4)
     made.launches()

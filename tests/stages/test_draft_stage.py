@@ -46,6 +46,7 @@ def run(folder: Path, path: Path, code: int = 0) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "scheme", "layout"),
     [

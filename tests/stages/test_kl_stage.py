@@ -103,6 +103,7 @@ def exact(baseline: Vllm, candidate: Vllm) -> float:
     return math.fsum(values) / len(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_vllm_s_answers_estimate_the_divergence_of_the_vocabulary(ask: Any, tmp_path: Path, noise: float) -> None:
     baseline, candidate = Vllm(), Vllm(noise=noise)

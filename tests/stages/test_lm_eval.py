@@ -365,6 +365,7 @@ def test_a_group_that_lacks_a_task(
         answered(Group(tmp_path, 80), Group(tmp_path, 80), replace(FACTS, gated=gated))
 
 
+@pytest.mark.slow
 def test_faults_of_a_server_stay_with_its_answers(world: Callable[..., Any], tmp_path: Path) -> None:
     with world(FACTS) as w:
         log = "WARNING 11-26 [kv_cache.py:1] Using KV cache scaling factor 1.0 for fp8_e4m3.\n"

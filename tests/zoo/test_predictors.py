@@ -93,6 +93,7 @@ def decoded(tensors: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
     return tensors[key] if scale is None else ENCODINGS["fp8_block"].decode(tensors[key], [scale])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mtp", "layout"), CASES)
 def test_the_layers_come_out_as_asked(
     source: Callable[[str], Path], quantized: Quantized, name: str, mtp: str, layout: str

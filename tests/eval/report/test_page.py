@@ -56,6 +56,7 @@ def test_page_holds_no_script_and_points_nowhere(text: str) -> None:
     assert text.count("&lt;/pre&gt;&lt;script&gt;alert(1)&lt;/script&gt;") >= 3  # a hostile answer in each task
 
 
+@pytest.mark.slow
 def test_json_beside_the_page_is_what_was_rendered(report: Report, text: str, tmp_path: Path) -> None:
     page.write(tmp_path, report)
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json", "report.md", "junit.xml"}

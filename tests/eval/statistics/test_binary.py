@@ -84,6 +84,7 @@ def decided(items: int, margin: float, gain_rate: float, z: float) -> tuple[floa
 GAIN_RATES = (0.0, 1e-4, 1e-3, 2e-3, 4e-3, 8e-3, 0.015, 0.03, 0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", [50, 75, 100, 150, 198, 250, 400, 541, 1000, 1319])
 def test_exact_error_rates_never_exceed_five_percent(items: int) -> None:
     """Not simulated: at a drop of exactly the margin, for margins of 0.3 to 12 points and from no gains to many."""

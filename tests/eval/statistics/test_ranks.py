@@ -118,6 +118,7 @@ def stopped(higher: Sequence[float], lower: Sequence[float], launches: int, alph
     return min(decided(*both, launches, alpha) or launches for both in ((higher, lower), (lower, higher)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launches", "alpha"), [(3, 0.3), (4, 0.1), (4, 0.3)])
 def test_p_values_of_looks_are_exact(launches: int, alpha: float) -> None:
     """Over every order of the values, p is at most any level as seldom as it should; it says what the looks say."""

@@ -60,6 +60,7 @@ def test_items_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
         SampleSet.from_json({"task": "x", "metric": "acc", "samples": {"score": [1.0] * 11}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -80,6 +81,7 @@ def test_a_suite_that_multiplies(release: Path, check: Verify, text: str, words:
     assert (found.outcome, words in said(found)) == (CheckOutcome.FAILS, True), said(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../../outside", "/etc/passwd", "a/b", "..", "a\\b", "x\x01"])
 def test_names_of_tasks_are_names(release: Path, check: Verify, tmp_path: Path, name: str) -> None:
     (tmp_path / "outside.yaml").write_text("task: secret of somebody else\n")

@@ -175,6 +175,7 @@ def test_a_signature_by_a_stranger_is_not_accepted(release: Path, quantmint: Qua
     assert (known.code, known.out.startswith("VERIFIED")) == (0, True)
 
 
+@pytest.mark.slow
 def test_a_card_that_says_signed_without_a_signature(release: Path, check: Verify) -> None:
     for text in ("model_signing verify key x", "quantmint release verify my-org/llama-ptpc --key PUBLIC_KEY"):
         card = (release / CARD).read_text()
@@ -185,6 +186,7 @@ def test_a_card_that_says_signed_without_a_signature(release: Path, check: Verif
         (release / CARD).write_text(card)
 
 
+@pytest.mark.slow
 def test_another_release_of_the_same_signer(
     signed: Path, keys: Keys, quantmint: Quantmint, hub: HubStandIn, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def test_names_that_climb_are_refused(release: Path, quantmint: Quantmint, name:
     assert checks["files"]["outcome"] == "NOT CHECKED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "failing"),
     [

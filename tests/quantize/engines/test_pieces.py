@@ -48,6 +48,7 @@ def uneven(tmp_path: Path, write_model: Callable[..., Checkpoint]) -> Checkpoint
     return write_model(tmp_path / "uneven", shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "shared_scales"),
     [

@@ -88,6 +88,7 @@ def test_hessians_are_those_of_the_whole_model(zoo: Zoo, blocks: torch.Tensor, t
         torch.testing.assert_close(found, square, rtol=1e-3, atol=1e-3 * float(square.abs().max()), msg=module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_beside_the_16_bit_model_nothing_is_missing_where_nothing_was_changed(
     zoo: Zoo, blocks: torch.Tensor, tmp_path: Path, name: str

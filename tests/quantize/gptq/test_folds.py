@@ -103,6 +103,7 @@ def test_a_short_text_shows_the_same_folds(models: Models, blocks: torch.Tensor,
     assert short == long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scheme", "layout"),
     [
@@ -149,6 +150,7 @@ def test_factors_are_those_with_which_the_product_of_what_is_rounded_loses_the_l
     assert torch.equal(neither, torch.ones(8)) or float((neither - 1).abs().max()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_killed_run_that_scales_makes_the_same_bytes(
     models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int

@@ -174,6 +174,7 @@ def test_experts_are_rounded_for_the_tokens_that_reach_them(
     assert not torch.equal(Reader(checkpoint)(out).view(torch.uint8), Reader(nearest)(out).view(torch.uint8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_however_many_devices_make_the_same_bytes(
@@ -237,6 +238,7 @@ HYBRIDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_of_several_kinds_are_rounded(
     zoo: Callable[[str], Path], blocks: torch.Tensor, tmp_path: Path, name: str
@@ -262,6 +264,7 @@ def test_layers_that_cannot_be_walked_are_refused_before_any_work(
         made.rounded(blocks)
 
 
+@pytest.mark.slow
 def test_a_run_that_carries_keys_and_values_on_is_gone_on_with(
     zoo: Callable[[str], Path], blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

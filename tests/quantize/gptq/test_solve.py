@@ -102,6 +102,7 @@ def test_on_a_gpu_problems_of_one_shape_are_solved_side_by_side(models: Any, mon
     assert [len(batch) for batch in solve_module._batches(compensated, "cuda:0")] == [1] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "layer", "gigabytes"),
     [

@@ -35,6 +35,7 @@ def divergence(source: Path, checkpoint: Path, tokens: torch.Tensor) -> float:
         return float((aim.exp() * (aim - served)).sum(-1).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scheme"), [("llama", "mxfp4"), ("mixtral", "mxfp4_fp8")])
 def test_tuned_norms_lose_less_on_held_out_samples(
     models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, scheme: str
@@ -68,6 +69,7 @@ def test_a_model_whose_held_out_divergence_would_rise_keeps_the_bytes_of_gptq(
     assert bytes_of(write_scaled(made, result)) == bytes_of(expected)
 
 
+@pytest.mark.slow
 def test_a_killed_run_and_several_devices_make_the_same_bytes(
     models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

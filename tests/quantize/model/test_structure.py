@@ -173,6 +173,7 @@ def test_packed_weights_are_recognised(models: Models) -> None:
     assert set(read_structure(models("mixtral"), packed).linear) == set(structure_of(models("mixtral")).linear)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "billions", "linear", "attention"),
     [
