@@ -16,7 +16,19 @@ from quantmint.pipeline.stages.calibrate import needs_ranges
 CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 RECIPES = Path(__file__).parents[2] / "recipes"
 SHIPPED = [name for name in recipe_names() if load_recipe(name).recipe.source.repo is not None]
-LARGEST = ("deepseek-r1-mxfp4", "deepseekv4flash-mxfp4", "kimik2thinking-mxfp4", "kimik25-mxfp4")
+LARGEST = (
+    "deepseek-r1-mxfp4",
+    "deepseek-r1-mxfp4-mtp",
+    "deepseekv32-mxfp4",
+    "deepseekv4flash-mxfp4",
+    "glm5-mxfp4",
+    "kimik2thinking-mxfp4",
+    "kimik25-mxfp4",
+    "minimaxm25-mxfp4",
+    "qwen35-397b-mxfp4",
+    "qwen3next-ptpc",
+)
+"""Recipes whose models take 10 s and more to imagine."""
 AMDS = [name for name in SHIPPED if not name.startswith(("llama8b", "llama70b", "llama405b", "mixtral"))]
 """Recipes of models that AMD publishes quantized for nodes of eight."""
 Quantmint = Callable[..., Any]
