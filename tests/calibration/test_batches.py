@@ -46,6 +46,7 @@ def test_the_stream_is_whole_texts_in_some_order(letters: Any, seed: int) -> Non
     assert sorted(joined.replace("\x01", "").split("\x02")[:-1]) == texts
 
 
+@pytest.mark.slow
 def test_blocks_are_the_same_in_every_process(letters: Any) -> None:
     script = f"""
 import sys

@@ -70,6 +70,7 @@ def test_an_interrupted_run_goes_on_at_the_first_layer_that_is_not_committed(
     assert told == [16 * finished] + [4] * (4 * (6 - finished))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("each_layer_is_committed")
 @pytest.mark.parametrize("changed", ["tokens", "observation", "order"])
 def test_another_run_is_not_gone_on_with(

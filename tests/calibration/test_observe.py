@@ -28,6 +28,7 @@ def assert_equal(one: Ranges, other: Ranges) -> None:
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 16])
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
 def test_neither_batch_size_nor_order_changes_a_range(llama: Any, blocks: torch.Tensor, size: int, order: str) -> None:

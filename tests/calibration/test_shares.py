@@ -85,6 +85,7 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["resident", "layer"])
 @pytest.mark.parametrize(
     ("model", "observation"),

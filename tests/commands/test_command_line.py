@@ -262,6 +262,7 @@ def test_a_run_ends_with_its_verdict(
     assert ("report      published/r/quantmint/report.html" in lines) == (verdict == "PASS")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verdict", "code"), VERDICTS)
 def test_a_program_reads_the_same(orchestra: Any, quantmint: Quantmint, project: Path, verdict: str, code: int) -> None:
     judged(orchestra, verdict)

@@ -260,6 +260,7 @@ def by_hand(weight: torch.Tensor, scale: torch.Tensor, overall: torch.Tensor | N
     return (elements * (scale.float() * overall).repeat_interleave(16, 1)).to(torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_kimi_k2_is_built_as_the_deepseek_v3_that_it_is(
     quantmint: Quantmint, models: Models, words: tuple[str, ...]
 ) -> None:

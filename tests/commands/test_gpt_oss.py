@@ -141,6 +141,7 @@ def test_experts_of_gpt_oss_stay_stacked_beside_quantized_attention(
     assert inspected.code == 0, inspected.out
 
 
+@pytest.mark.slow
 def test_gpt_oss_is_rounded_by_gptq(quantmint: Quantmint, sources: tuple[Path, Path], words: tuple[str, ...]) -> None:
     published, plain = sources
     more = ("--scheme", "mxfp4", "--format", "quark", "--algorithm", "gptq", *words)

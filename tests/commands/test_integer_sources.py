@@ -165,6 +165,7 @@ def sources(folder: Path, kind: str) -> tuple[Path, Path]:
     return written(folder, Path("first"), packed, DECLARED[kind]), written(folder, Path("plain"), plain, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DECLARED)
 def test_an_integer_source_is_decoded_as_its_library_does(quantmint: Quantmint, models: Models, kind: str) -> None:
     first, plain = sources(models("llama"), kind)

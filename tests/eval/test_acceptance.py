@@ -163,6 +163,7 @@ def test_records_without_it_are_as_they_were(measurements: Measurements, policy:
     assert "acceptance" not in measurements.to_json()
 
 
+@pytest.mark.slow
 def test_pages_show_it() -> None:
     known = dataclasses.replace(made.measurements(), acceptance=pairs(57))
     report = made.report(known, made.policy(acceptance=AcceptancePolicy(0.1)))

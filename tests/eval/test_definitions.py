@@ -231,6 +231,7 @@ def test_a_suite_by_its_path_has_its_tasks_beside_it(tmp_path: Path, monkeypatch
     assert harness.materialise_tasks(suite.own_tasks, ["facts"], tmp_path / "there") == ("facts",)
 
 
+@pytest.mark.slow
 def test_a_task_that_nobody_defines_is_known_without_importing_lm_eval(tmp_path: Path) -> None:
     suite = suites.load(str(own(tmp_path)))
     (facts,) = suite.tasks

@@ -39,6 +39,7 @@ def loaded(path: str, *commits: str) -> Any:
     return SimpleNamespace(config=SimpleNamespace(dataset_path=path, dataset_name=None), dataset={"test": split})
 
 
+@pytest.mark.slow
 def test_a_task_reads_the_commit_that_it_is_given(hub: HubStandIn) -> None:
     """A real task of lm-eval, by its own code, from a Hub whose branch has moved since."""
     before = hub.put("datasets/my-org/set", {"train.jsonl": b'{"text": "one"}\n'})

@@ -140,6 +140,7 @@ def test_a_text_without_finite_numbers_fails_and_a_silent_baseline_is_an_error()
         long_context.divergences(asked, ENDS, candidate, baseline, likeliest=5)
 
 
+@pytest.mark.slow
 def test_the_record_is_read_back_and_the_page_draws_it() -> None:
     known = measured(lambda position: position / 8000)
     again = Measurements.read(known.to_json(), known.samples, known.control)

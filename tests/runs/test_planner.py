@@ -114,6 +114,7 @@ def test_the_plan_of_a_stopped_run_is_the_same_up_to_the_canary(setting: Setting
         assert not set(planned.inputs) & {"evaluate-baseline", "evaluate-candidate", "control", "bench"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
@@ -239,6 +240,7 @@ print(json.dumps({p.key: p.fingerprint for p in build_plan(replace(setting, vllm
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", ["0", "4711"])
 def test_other_processes_agree(setting: Setting, tmp_path: Path, seed: str) -> None:
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "TZ": "Asia/Tokyo"}

@@ -293,6 +293,7 @@ def test_a_broken_series_goes_on_with_the_launches_that_it_began_with(
     assert [launch.reused for launch in launches] == [True] * 2 + [False] * 6
 
 
+@pytest.mark.slow
 def test_launches_of_another_baseline_are_not_reused(
     series: Callable[..., Series], monkeypatch: pytest.MonkeyPatch
 ) -> None:

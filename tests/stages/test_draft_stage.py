@@ -132,6 +132,7 @@ def test_a_draft_that_cannot_be_served_is_refused(tmp_path: Path, text: str, sai
     assert said in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_draft_and_a_width_that_does_not_fit_are_said(tmp_path: Path) -> None:
     path = recipe(tmp_path, "eagle3", "mxfp4")
     path.write_text(path.read_text().replace("mi355x", "cpu"))

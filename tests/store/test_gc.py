@@ -165,6 +165,7 @@ def test_leftovers_are_removed_after_their_grace_period(store: Store, make: Make
     assert all(path.exists() for path in mine)
 
 
+@pytest.mark.slow
 def test_killed_at_every_step(
     store: Store, make: Make, warnings: list[str], killed_at_every_step: Callable[[Callable[[], None]], Iterator[int]]
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_predictor_is_declared_by_its_prefix(quantized: Quantized) -> None:
     assert list(config["quantization_config"]["layer_quant_config"]) == ["*mtp[.]*"]
 
 
+@pytest.mark.slow
 def test_gptq_leaves_a_predictor_to_the_nearest(
     command: Command, source: Callable[[str], Path], tmp_path: Path
 ) -> None:

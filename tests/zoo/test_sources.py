@@ -44,6 +44,7 @@ def test_a_source_in_fp8_blocks_is_sound(source: Source, tmp_path: Path, name: s
     assert result.share > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama+fp8", "deepseek_v3+mtp+fp8"])
 def test_a_source_in_fp8_blocks_goes_through_gptq(source: Source, tmp_path: Path, name: str) -> None:
     assert str(outcome_of(name.partition("+")[0], "mxfp4_gptq", source(name), tmp_path / "out")) == "sound"

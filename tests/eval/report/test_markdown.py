@@ -90,6 +90,7 @@ def test_texts_stay_texts() -> None:
     assert html.count("<h1>") == 0
 
 
+@pytest.mark.slow
 def test_a_block_to_paste_keeps_its_lines() -> None:
     """The page promised a block after a FAIL, and none followed."""
     report = made.good()

@@ -87,6 +87,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], None], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAMPERINGS)
 def test_what_readers_are_shown_is_what_was_found(release: Path, check: Verify, name: str) -> None:
     tamper, failing, words = TAMPERINGS[name]
@@ -206,6 +207,7 @@ def test_another_release_of_the_same_signer(
         assert quantmint("release", "verify", tmp_path / folder, *key, "--name", "llama-ptpc").code == 0
 
 
+@pytest.mark.slow
 def test_another_release_in_a_repository(signed: Path, keys: Keys, quantmint: Quantmint, hub: HubStandIn) -> None:
     def published(data: Any) -> None:
         report = data["stages"]["report"]

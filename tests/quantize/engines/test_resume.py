@@ -56,6 +56,7 @@ def killed(jobs: list[dict[str, Any]], tmp_path: Path) -> list[dict[str, Any]]:
     return results
 
 
+@pytest.mark.slow
 def test_killed_after_any_tensor_it_redoes_only_what_was_not_committed(
     small: Checkpoint, undisturbed: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def walked(
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_hessians_are_those_of_the_whole_model(zoo: Zoo, blocks: torch.Tensor, tmp_path: Path, name: str) -> None:
     batches = list(blocks[:6, :24].split(2))

@@ -108,6 +108,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "layout"), CASES)
 def test_a_checkpoint_holds_what_was_made_of_its_layers(
     models: Models, blocks: torch.Tensor, tmp_path: Path, scheme: str, layout: str

@@ -139,6 +139,7 @@ def test_hessians_are_those_of_inputs_that_new_weights_have_made(
         assert seen[name].tokens == blocks[:, :16].numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3])
 def test_devices_that_share_the_batches_sum_what_one_does(
     deep: Path, blocks: torch.Tensor, tmp_path: Path, devices: int

@@ -195,6 +195,7 @@ def test_a_server_that_runs_already_is_left_alone(start: Start, model: Callable[
     assert first.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"])
 def test_a_server_has_the_gpus_that_its_caller_has(start: Start, model: Callable[..., Path], name: str) -> None:
     folder = model(children=[])
@@ -207,6 +208,7 @@ def test_a_server_has_the_gpus_that_its_caller_has(start: Start, model: Callable
     process.terminate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "variables", "message"),
     [

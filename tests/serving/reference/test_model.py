@@ -66,6 +66,7 @@ def test_a_checkpoint_answers_as_the_independent_reference(tmp_path: Path, schem
     assert "FP8 KV cache" in loaded.runtime
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "llama4-text", "qwen3-vl-moe", "deepseek-v3"])
 @pytest.mark.parametrize("scheme", ["ptpc_fp8", "mxfp4_fp8"])
 def test_each_expert_of_a_stack_gets_its_own_weights_and_rounded_inputs(

@@ -127,6 +127,7 @@ def test_a_run_that_the_canary_stopped(orchestra: Any, stages: Any) -> None:
     assert report["reproduce"][1].startswith("quantmint gate store/gate/")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("runtime", "hardware", "words"),
     [

@@ -143,6 +143,7 @@ def test_triggers_leave_a_cause_out(world: World, triggers: list[str]) -> None:
     assert found.reason == "left out by refresh.triggers: serving: vLLM 0.32.0 -> 0.33.0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verdict", ["FAIL", "INCONCLUSIVE", "INVALID"])
 def test_what_was_judged_is_not_judged_again(world: World, verdict: str) -> None:
     world.release()
