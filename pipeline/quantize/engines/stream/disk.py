@@ -91,7 +91,7 @@ def _sync_file_range(descriptor: int, offset: int, size: int, flags: int) -> int
 class ReadBack:
     """Compares a file on the disk with the checksums of what was written into it, while it grows and at its end.
 
-    `add` its parts in the order of the file, without a gap, and `finish` after its fsync, or `abandon` it.
+    `add` its parts in the order of the file, without a gap, `finish` after its fsync, and `close` in any case.
     """
 
     def __init__(self, path: Path) -> None:
@@ -110,7 +110,7 @@ class ReadBack:
             return
         # A batch behind, because the page that ends the newest one is still written into, and stays in memory.
         if self._batch:
-            self._compared.append(self._thread.submit(self._compare_flushed, self._batch, part.offset + part.size))
+            self._compared.append(self._thread.submit(self._compare, self._batch, part.offset + part.size))
         self._batch, self._newest = self._newest, []
 
     def finish(self) -> bool:
@@ -118,34 +118,29 @@ class ReadBack:
 
         Raises `StageError` where it cannot be read, `OSError` where the disk refused an earlier part.
         """
-        try:
-            equal = all(compared.result() for compared in self._compared)
-            return self._compare([*self._unflushed, *self._batch, *self._newest], 0) and equal
-        finally:
-            self.abandon()
+        equal = all(compared.result() for compared in self._compared)
+        return self._compare([*self._unflushed, *self._batch, *self._newest]) and equal
 
-    def abandon(self) -> None:
+    def close(self) -> None:
         """Compare nothing more, and close the file."""
         self._thread.shutdown(cancel_futures=True)
         self._files.close()
 
-    def _compare_flushed(self, batch: Sequence[Sum], end: int) -> bool:
-        """Wait until the disk has the file up to ``end``, and compare a batch; True where the disk cannot say."""
-        begin = batch[0].offset
-        with self._path.open("rb") as file:
-            flushed = wait_flushed(file.fileno(), begin, end - begin)
-        if not flushed:
-            self._unflushed += batch
-            return True
-        return self._compare(batch, end)
+    def _compare(self, parts: Sequence[Sum], end: int | None = None) -> bool:
+        """Drop the cached pages of ``parts`` and of what follows up to ``end``, and compare the parts.
 
-    def _compare(self, parts: Sequence[Sum], end: int) -> bool:
-        """Drop the cached pages of ``parts`` and what follows up to ``end`` (0: all), and compare the parts."""
+        The disk is waited for first, and parts are left to `finish` where it cannot say when it has them. Without
+        ``end`` the whole file is flushed already.
+        """
         if not parts:
             return True
         begin = parts[0].offset // PAGESIZE * PAGESIZE
+        size = 0 if end is None else end - begin  # 0: all that follows
         with self._path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), begin, end - begin if end else 0, os.POSIX_FADV_DONTNEED)
+            if end is not None and not wait_flushed(file.fileno(), begin, size):
+                self._unflushed += parts
+                return True
+            os.posix_fadvise(file.fileno(), begin, size, os.POSIX_FADV_DONTNEED)
         buffer = torch.empty(max(part.size for part in parts), dtype=torch.uint8).numpy().data
         for part in parts:
             self._files.read(self._path.name, "what was written", part.offset, buffer[: part.size])

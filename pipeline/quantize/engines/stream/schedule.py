@@ -206,7 +206,7 @@ class _Schedule:
                 self._order.commit(shard, path)
         except BaseException as error:  # a disk that refuses one file refuses the next: no worker begins it
             self._fail(error)
-        read_back.abandon()
+        read_back.close()
         with self._lock:
             self._seconds["flush"] += time.perf_counter() - begin
 

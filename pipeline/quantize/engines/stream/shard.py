@@ -84,7 +84,7 @@ class OpenShard:
 
     ``source`` is the folder to read from, ``path`` the file's name until it is committed. ``scalars`` holds the tensors
     that no kernel makes, by name. ``piece`` is the bytes of a worker's task, ``advance`` is called with the bytes read.
-    A complete file is not yet flushed to the disk, and ``read_back`` is left to finish or to abandon. Raises `OSError`
+    A complete file is not yet flushed to the disk, and ``read_back`` is left to finish and to close. Raises `OSError`
     where the file cannot be created.
     """
 
@@ -158,7 +158,7 @@ class OpenShard:
     def discard(self) -> None:
         """Close all files and delete the unfinished output file: no later attempt resumes in the middle of a file."""
         self.close()
-        self.read_back.abandon()
+        self.read_back.close()
         self._path.unlink(missing_ok=True)
 
     def _scan(self, worker: Worker, scan: Scan) -> None:
