@@ -55,11 +55,10 @@ class Predictor:
     def __init__(self, model: Any) -> None:
         text = model.config.get_text_config()
         layers, extra = getattr(text, "num_hidden_layers", None), getattr(text, "num_nextn_predict_layers", None) or 0
-        numbers = range(layers, layers + extra) if isinstance(layers, int) else ()
-        self._roots = [re.compile(rf"^(?:.*\.)?(layers\.{number}\.)") for number in numbers]
+        numbers = range(layers, layers + max(extra, 1)) if isinstance(layers, int) else ()
+        self._behind = tuple(f"layers.{number}." for number in numbers)
+        self._roots = [re.compile(rf"^(?:.*\.)?({re.escape(layer)})") for layer in self._behind[:extra]]
         self._roots.append(re.compile(r"^(?:.*\.)?(mtp(?:_layers|_block)?\.)"))
-        behind = range(layers, layers + max(extra, 1)) if isinstance(layers, int) else ()
-        self._behind = tuple(f"layers.{number}." for number in behind)
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in ignored]
 
