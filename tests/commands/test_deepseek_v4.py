@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,23 +14,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.imagination import imagine
 from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.schemes.registry import dequantize
-from quantmint.pipeline.serving.environment import find_vllm
 from quantmint.pipeline.serving.model.facts import facts_of_config, model_facts
 from tests.commands.cards import Card, assert_card, run_shipped
 from tests.commands.test_encoded_sources import stored
 from tests.commands.test_integer_sources import written
 from tests.zoo.models import build, encode_v4, table
+from tests.zoo.test_predictors import ask_vllm
 
 Quantmint = Callable[..., Any]
 Tensors = dict[str, torch.Tensor]
 
-ROOT = Path(__file__).parents[2]
-CONFIGS = ROOT / "tests" / "assets" / "configs"
+CONFIGS = Path(__file__).parents[1] / "assets" / "configs"
 EXPERTS, OTHERS = 3 * 4 * 3, 3 * 8 + 1  # in 3 layers; the indexer of one layer has a weight in FP8
 SIZES = {"head_dim": 128, "num_nextn_predict_layers": 1}
 
@@ -148,10 +145,6 @@ def test_a_predictor_in_16_bit_is_declared_under_the_names_of_servers(
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_vllm_builds_a_predictor_in_16_bit(quantmint: Quantmint, tmp_path: Path, sources: tuple[Path, Path]) -> None:
-    try:
-        vllm = find_vllm()
-    except UserError as error:
-        pytest.skip(error.message)
     folder = run_shipped(quantmint, "deepseekv4flash-mxfp4", sources[0])
     shutil.copytree(folder, tmp_path / "served")
     made = json.loads((folder / "config.json").read_text())
@@ -161,10 +154,7 @@ def test_vllm_builds_a_predictor_in_16_bit(quantmint: Quantmint, tmp_path: Path,
     config |= {"compress_ratios": [0] * 4, "rope_scaling": release["rope_scaling"]}
     config["quantization_config"] = made["quantization_config"]
     (tmp_path / "served" / "config.json").write_text(json.dumps(config))
-    words = [str(vllm.python), str(ROOT / "tests" / "zoo" / "predictor_in_vllm.py"), str(tmp_path / "served")]
-    run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=250)
-    assert run.returncode == 0, run.stderr[-2000:]
-    line = json.loads(run.stdout)
+    (line,) = ask_vllm([str(tmp_path / "served")]).values()
     assert (line["methods"], line["error"]) == ({}, None)
     assert not [name for name in line["missing"] if "experts" in name or "mtp_block.attn.w" in name]
 

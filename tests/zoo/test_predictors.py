@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,18 @@ def quantized(command: Command, source: Callable[[str], Path], tmp_path_factory:
         return folders[name, mtp, layout]
 
     return get
+
+
+def ask_vllm(folders: Sequence[str]) -> dict[str, Any]:
+    """Return the answers of `predictor_in_vllm` by folder; skip the test where there is no vLLM."""
+    try:
+        vllm = find_vllm()
+    except UserError as error:
+        pytest.skip(error.message)
+    words = [str(vllm.python), str(Path(__file__).with_name("predictor_in_vllm.py")), *folders]
+    run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=500)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return {line["folder"]: line for line in map(json.loads, run.stdout.splitlines())}
 
 
 def predictor(folder: Path, name: str) -> dict[str, torch.Tensor]:
@@ -200,18 +212,10 @@ def broken(folder: Path, out: Path, fault: str) -> Path:
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_vllm_loads_all_of_each_predictor(quantized: Quantized, tmp_path: Path) -> None:
-    try:
-        vllm = find_vllm()
-    except UserError as error:
-        pytest.skip(error.message)
     folders = {str(quantized(*case)): case for case in CASES}
     sound = quantized("qwen3_next+fp8", "ptpc_fp8", "compressed-tensors")
     wrong = {fault: broken(sound, tmp_path / fault, fault) for fault in ("scales", "declaration")}
-    script = Path(__file__).with_name("predictor_in_vllm.py")
-    words = [str(vllm.python), str(script), *folders, *map(str, wrong.values())]
-    run = subprocess.run(words, capture_output=True, text=True, check=False, timeout=500)
-    assert run.returncode == 0, run.stderr[-2000:]
-    lines: dict[str, Any] = {line["folder"]: line for line in map(json.loads, run.stdout.splitlines())}
+    lines = ask_vllm([*folders, *map(str, wrong.values())])
     for folder, (name, mtp, layout) in folders.items():
         line = lines[folder]
         assert (line["missing"], line["error"]) == ([], None), (name, mtp, layout)
