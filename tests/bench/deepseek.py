@@ -364,11 +364,12 @@ def main(
         "limits": {},
     }
     cache = Path(tempfile.mkdtemp(prefix="quantmint-bench-"))
+    written = source
     try:
         started = time.perf_counter()
-        total = write_source(source, shape)
+        total = write_source(written, shape)
         if source_scheme is not None:
-            written, source = source, source.with_name(f"{source.name}-{source_scheme}")
+            source = written.with_name(f"{written.name}-{source_scheme}")
             how = {"scheme": source_scheme, "layout": "quark", "device": device, "threads": None, "sampled": False}
             quantize(written, source, cache=cache, **how)
             shutil.rmtree(source / "quantmint")
@@ -395,8 +396,8 @@ def main(
     finally:
         shutil.rmtree(cache)
         if not keep:
-            shutil.rmtree(source, ignore_errors=True)
-            shutil.rmtree(out, ignore_errors=True)
+            for folder in (written, source, out):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
