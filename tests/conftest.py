@@ -36,7 +36,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-pytest_plugins = ["tests.hub.plugin", "tests.warm.plugin"]
+pytest_plugins = ["tests.hub.plugin", "tests.oracles", "tests.warm.plugin"]
 VOCABULARY = 512
 _ASSETS = Path(__file__).parent / "assets"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

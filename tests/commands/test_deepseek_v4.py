@@ -22,6 +22,7 @@ from quantmint.pipeline.serving.model.facts import facts_of_config, model_facts
 from tests.commands.cards import Card, assert_card, run_shipped
 from tests.commands.test_encoded_sources import stored
 from tests.commands.test_integer_sources import written
+from tests.oracles import EqualTo
 from tests.zoo.models import build, encode_v4, table
 from tests.zoo.test_predictors import ask_vllm
 
@@ -74,7 +75,9 @@ def weights(folder: Path, scheme: Callable[[str], str]) -> Tensors:
 
 
 @pytest.mark.parametrize("scheme", ["ptpc_fp8", "mxfp4", "mxfp8"])
-def test_published_v4_is_decoded(quantmint: Quantmint, tmp_path: Path, sources: tuple[Path, Path], scheme: str) -> None:
+def test_published_v4_is_decoded(
+    quantmint: Quantmint, tmp_path: Path, sources: tuple[Path, Path], equal_to: EqualTo, scheme: str
+) -> None:
     published, plain = sources
     made = quantmint("quantize", published, tmp_path / "out", "--scheme", scheme, "--json")
     assert made.code == 0, made.err
@@ -86,6 +89,8 @@ def test_published_v4_is_decoded(quantmint: Quantmint, tmp_path: Path, sources: 
     assert len(restored) == EXPERTS + OTHERS
     equal = [module for module, weight in restored.items() if torch.equal(weight, original[f"{module}.weight"].float())]
     assert len(equal) == exact
+    same = {module: restored[module].bfloat16() for module in equal}
+    equal_to("transformers' decoding of DeepSeek V4", same, {module: original[f"{module}.weight"] for module in equal})
     bytes_of = stored(published)
     if scheme == "mxfp4":
         tensors = stored(tmp_path / "out")

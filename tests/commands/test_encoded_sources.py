@@ -16,6 +16,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
 from quantmint.pipeline.quantize.model.encodings import input_rounding
 from quantmint.pipeline.quantize.model.imagination import imagine
 from quantmint.pipeline.quantize.model.reader import read_structure
+from tests.oracles import EqualTo, assert_equal
 
 Quantmint = Callable[..., Any]
 Models = Callable[..., Path]
@@ -69,13 +70,6 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype, name
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), other[name].reshape(-1).view(torch.uint8)), name
-
-
 def assert_imagined(folder: Path) -> None:
     """The configuration alone tells which tensors there are, so that a release is planned before it is fetched."""
     real = open_checkpoint(folder)
@@ -106,7 +100,13 @@ def test_kimi_is_planned_from_its_configuration() -> None:
 
 @pytest.mark.parametrize(("scheme", "layout", "form"), CASES, ids=lambda value: str(value))
 def test_a_compressed_source_is_decoded_as_its_library_does(
-    quantmint: Quantmint, models: Models, words: tuple[str, ...], scheme: str, layout: str, form: str
+    quantmint: Quantmint,
+    models: Models,
+    words: tuple[str, ...],
+    equal_to: EqualTo,
+    scheme: str,
+    layout: str,
+    form: str,
 ) -> None:
     own = ("--scheme", scheme, "--format", layout)
     own += words if scheme in ("fp8", "nvfp4") else ()
@@ -123,7 +123,7 @@ def test_a_compressed_source_is_decoded_as_its_library_does(
     for source, out in (("first", "second"), ("plain", "expected")):
         made = quantmint("quantize", source, out, *more)
         assert made.code == 0, made.err
-    assert_equal(stored(Path("second")), stored(Path("expected")))
+    equal_to(f"compressed-tensors' decoding of {form}", stored(Path("second")), stored(Path("expected")))
     inspected = quantmint("inspect", "second", "--source", "first")
     assert inspected.code == 0, inspected.out
 
@@ -175,7 +175,7 @@ def test_gptq_of_a_mixture_runs_on_the_decoded_model(
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8"])
 def test_a_source_of_modelopt_is_decoded(
-    quantmint: Quantmint, models: Models, words: tuple[str, ...], algorithm: str
+    quantmint: Quantmint, models: Models, words: tuple[str, ...], equal_to: EqualTo, algorithm: str
 ) -> None:
     """Its tensors are those of compressed-tensors by other names, with the reciprocal of NVFP4's scale of a tensor.
 
@@ -204,7 +204,7 @@ def test_a_source_of_modelopt_is_decoded(
     save_file(plain, "plain/model.safetensors", {"format": "pt"})
     made = quantmint("quantize", "plain", "expected", "--scheme", "mxfp4")
     assert made.code == 0, made.err
-    assert_equal(stored(Path("second")), stored(Path("expected")))
+    equal_to(f"the formula of ModelOpt's {algorithm}", stored(Path("second")), stored(Path("expected")))
     shutil.copytree("source", "older")
     config = json.loads(Path("older/config.json").read_text())
     described = config.pop("quantization_config")
