@@ -104,6 +104,17 @@ def require_rounding_room(need: Need, rounding: int, room: int, device: str) -> 
     return takes + need.layer <= usable
 
 
+def require_learning_room(takes: int, devices: Sequence[str]) -> None:
+    """Raise `CalibrationError` where ``takes`` bytes of weights to learn exceed 85 % of the room of each device."""
+    free = {device: free_bytes(device) for device in devices}
+    roomiest = max(free, key=lambda device: free[device])
+    if takes > (usable := int(free[roomiest] * _SHARE)):
+        raise CalibrationError(
+            f"to learn the rounding of weights takes {_gb(takes)}, and {roomiest} has room for {_gb(usable)}: take "
+            "`tuned: {weights: false}`, or a machine with more memory"
+        )
+
+
 def decide(
     mode: Mode, need: Need, devices: Sequence[str], free: Mapping[str, int], not_replayable: str | None
 ) -> Decision:

@@ -322,10 +322,14 @@ def _tuned_facts(job: Job, tuning: Tuning | None) -> dict[str, object]:
     if tuning is None:
         return {}
     better = f"the norms of step {tuning.step} are stored" if tuning.step else "no step was better, nothing is changed"
+    if tuning.moved:
+        better += f", and {tuning.moved:.2%} of the weights are rounded otherwise"
     job.progress.say(
         f"tuning: on held-out samples KL is {tuning.after:.4g} nats for {tuning.before:.4g} before; {better}"
     )
-    return {"held_out_kl": round(tuning.after, 5), "held_out_kl_before": round(tuning.before, 5), "step": tuning.step}
+    learned = {"moved": round(tuning.moved, 6)} if tuning.moved else {}
+    divergences = {"held_out_kl": round(tuning.after, 5), "held_out_kl_before": round(tuning.before, 5)}
+    return {**divergences, "step": tuning.step, **learned}
 
 
 def _hardware(setting: Setting) -> str:

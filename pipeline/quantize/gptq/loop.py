@@ -25,16 +25,18 @@ from quantmint.calibration.room import (
     host_bytes,
     measuring,
     need_of,
+    require_learning_room,
     require_rounding_room,
 )
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.gptq.compensation import compensate
+from quantmint.pipeline.quantize.gptq.latents import latent_bytes, save_weights
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult
 from quantmint.pipeline.quantize.gptq.results import LayerResult, layers_folder, read_result
 from quantmint.pipeline.quantize.gptq.runner import GptqRunner
 from quantmint.pipeline.quantize.gptq.scaling import ChannelScaling
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes, solve
-from quantmint.pipeline.quantize.gptq.tuning import TuningTask, tune, tuning_bytes
+from quantmint.pipeline.quantize.gptq.tuning import WEIGHTS, TuningTask, tune, tuning_bytes
 from quantmint.pipeline.quantize.gptq.weights import Member, ModelWeights, ServedInputs
 from quantmint.pipeline.quantize.inspection.numbers import altered_floor_db
 
@@ -58,6 +60,8 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
         folder = layers_folder(request.work)
         steps = [step for plan in request.plans for step in plan.steps]
         weights = ModelWeights(replicas[0], request.structure, steps)
+        if settings.tuning is not None and settings.tuning.weights:
+            require_learning_room(latent_bytes(weights.members), [*devices, "cpu"])
         inputs = ServedInputs(request.choice, request.ranges, request.mx_scales)
         scaling = None
         if settings.scaling:
@@ -121,6 +125,8 @@ def _quantize_by_layers(
                 del statistics, groups, solutions  # gigabytes, which the next step needs for its own
             if scaling is not None:
                 result.add_scaled(weights, runner.layers[layer], scaling.touched)
+            if settings.tuning is not None and settings.tuning.weights:
+                save_weights(request.work / WEIGHTS, layer, {name: w.cpu() for name, w in result.weights.items()})
             result.save(folder, layer, inputs.changed)
             inputs.changed.clear()
             runner.finish(layer)

@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TuningSettings:
-    """The parameters of tuning in a recipe: ``steps`` of a batch each, and the share of the batches ``held_out``."""
+    """The parameters of tuning in a recipe: ``steps`` of a batch each, and the share of the batches ``held_out``.
+
+    ``weights`` learns the rounding of weights too, beside the norms.
+    """
 
     steps: int
     held_out: float
+    weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class GptqSettings:
         """
         tuning = None
         if "steps" in parameters:
-            tuning = TuningSettings(int(parameters["steps"]), float(parameters["held_out"]))
+            learns = bool(parameters.get("weights"))
+            tuning = TuningSettings(int(parameters["steps"]), float(parameters["held_out"]), learns)
         return cls(
             float(parameters["dampening"]),
             bool(parameters["activation_order"]),
@@ -112,12 +117,14 @@ class Gain:
 class Tuning:
     """The mean KL divergence on held-out batches, in nats per token, ``before`` tuning and ``after``.
 
-    ``step`` is the step whose norms the model has; 0 where none was better, and the model has those that GPTQ left.
+    ``step`` is the step whose numbers the model has; 0 where none was better, and the model is as GPTQ left it.
+    ``moved`` is the share of the weights in groups that are rounded otherwise than GPTQ did.
     """
 
     before: float
     after: float
     step: int
+    moved: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from quantmint.calibration.lazy import torch
 from quantmint.pipeline.quantize.engines.stream.plan import Step
 from quantmint.pipeline.quantize.engines.stream.shard import ERRORS, error_of
 from quantmint.pipeline.quantize.formats.checkpoint import torch_dtype
+from quantmint.pipeline.quantize.gptq.latents import is_learned
 from quantmint.pipeline.quantize.gptq.request import Gain, GptqRequest, GptqResult, Tuning
 from quantmint.pipeline.quantize.gptq.solve import Solution
 from quantmint.pipeline.quantize.gptq.weights import ModelWeights, largest_by_group
@@ -27,17 +28,23 @@ from quantmint.pipeline.quantize.schemes.scheme import Parts
 
 @dataclass(slots=True)
 class LayerResult:
-    """Results of a layer until they are written: tensors by "{step}.{role}", errors and gains by step."""
+    """Results of a layer until they are written: tensors by "{step}.{role}"; errors, gains and others by step.
+
+    ``weights`` are those before rounding whose rounding can be learned.
+    """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     errors: dict[str, Error] = field(default_factory=dict)
     gains: dict[str, Gain] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, solutions: Sequence[Solution]) -> None:
         """Add the solutions of one of the layer's steps."""
         for solution in solutions:
             self._add(solution.member.step, solution.weight, solution.rounded.parts)
             self.gains[solution.member.step.name] = solution.gain
+            if is_learned(solution.member):
+                self.weights[solution.member.step.name] = solution.weight
 
     def add_scaled(self, weights: ModelWeights, layer: str, touched: set[str]) -> None:
         """Add the layer's other tensors among the parameters ``touched`` by scaling, which no solution holds.
@@ -93,7 +100,7 @@ def layers_folder(work: Path) -> Path:
 def read_result(request: GptqRequest, folder: Path, unscaled: Sequence[str]) -> GptqResult:
     """Return the result of all layers from their files in ``folder``, those of earlier attempts included.
 
-    A file of tuned vectors, whose name comes last, replaces those of the layers.
+    Files of learned weights and of tuned vectors, whose names come last, replace those of the layers.
 
     ``unscaled`` names modules whose channels cannot be scaled.
     """

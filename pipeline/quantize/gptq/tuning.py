@@ -1,8 +1,9 @@
 """Tune the norms of a quantized model end to end, by the KL divergence from the 16-bit model's predictions.
 
 A norm's few numbers decide how much of each channel a layer reads; they do not fit a few texts by heart as weights do
-(docs/notes/measurements.md has the attempts). A step takes a batch through the layers, one loaded at a time, and its
-gradient back through them, which runs each layer again; weights stay as GPTQ made them, and inputs are rounded as they
+(docs/notes/measurements.md has the attempts). Where asked, the rounding of weights is learned too, see `latents`. A
+step takes a batch through the layers, one loaded at a time, and its
+gradient back through them, which runs each layer again; inputs are rounded as they
 are served, with the gradient of what is not rounded (arXiv 1308.3432). Samples that are held out, from GPTQ as well,
 say which step's norms are stored, or that the model keeps its own.
 """
@@ -14,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,20 @@ from quantmint.calibration.sensitivity import HIDDEN, input_leaves, layer_slopes
 from quantmint.calibration.weights import held, nbytes
 from quantmint.pipeline.quantize.engines.stream.shard import ERRORS
 from quantmint.pipeline.quantize.formats.checkpoint import torch_dtype
+from quantmint.pipeline.quantize.gptq.descent import descend
+from quantmint.pipeline.quantize.gptq.latents import FILES, LatentWeights, latent_bytes
 from quantmint.pipeline.quantize.gptq.request import Tuning, TuningSettings
 from quantmint.pipeline.quantize.gptq.runner import InputRoundings
 from quantmint.pipeline.quantize.gptq.weights import Member, ModelWeights
+from quantmint.pipeline.quantize.schemes.scheme import Parts
 
 RATE = 0.003
 """First step of a norm's number, as a share of that number; steps fall to zero linearly."""
 EVALUATIONS = 10
 """Times that the held-out divergence is measured, beside that of the norms that GPTQ left."""
-_WARM_UP, _MOMENTUM, _SQUARES, _LEAST = 10, 0.9, 0.95, 1e-12
+WEIGHTS = "weights"
+"""Folder beside the layers' files with their weights before rounding, where rounding is learned."""
+_WARM_UP = 10
 _PROGRESS, _RESULT = "tuning.safetensors", "vectors.safetensors"
 
 Numbers = dict[str, "torch.Tensor"]
@@ -69,13 +75,16 @@ def tune(task: TuningTask, settings: TuningSettings, advance: Callable[[int], No
     An interrupted run resumes at its last step. ``advance`` is called after each step.
     """
     with torch.inference_mode(False), torch.enable_grad(), _deterministic(task.replica.device):
-        model = _TunedModel(task)
+        model = _TunedModel(task, learns=settings.weights)
         with task.replica.around(model.layers, *held(task.replica.model, head_name(task.replica.model))):
             state = _State.resumed(task, settings, model)
             _descend(task, settings, model, state, advance)
-    tuning = Tuning(state.before, state.least, state.best_step)
+    tuning = Tuning(state.before, state.least, state.best_step, state.moved)
     tensors = {}
-    if state.best_step:
+    if not state.best_step:  # an attempt that was interrupted may have written them
+        for path in task.folder.glob(FILES):
+            path.unlink()
+    else:
         tensors = {
             f"{member.step.name}.{out.role}": model.vector(name, state.best).to(torch_dtype(out.dtype)).cpu()
             for name, member in model.members.items()
@@ -115,14 +124,16 @@ def _descend(
         state.before = state.least = held_out(state.numbers)
     for step in range(state.step + 1, settings.steps + 1):
         number = _turn(training, step)
-        gradients = model.gradients(state.numbers, number)
-        state.descend(gradients, min(1.0, step / _WARM_UP) * (1 - (step - 1) / settings.steps))
+        share = min(1.0, step / _WARM_UP) * (1 - (step - 1) / settings.steps)
+        gradients = model.gradients(state.numbers, number, partial(model.learn, share=share, step=step))
+        state.descend(gradients, share)
         advance(1)
         if step % every == 0 or step == settings.steps:
             divergence = held_out(state.numbers)
             if divergence < state.least:
                 state.least, state.best_step = divergence, step
                 state.best = {name: tensor.clone() for name, tensor in state.numbers.items()}
+                state.moved = model.write_weights()
             state.save()
 
 
@@ -136,9 +147,9 @@ def _turn(training: Sequence[int], step: int) -> int:
 class _State:
     """Numbers, moments of their gradients and the best numbers so far; a file holds them between evaluations."""
 
-    def __init__(self, path: Path, identity: str, numbers: Numbers) -> None:
-        self._path, self._identity = path, identity
-        self.step, self.before, self.least, self.best_step = 0, math.nan, math.nan, 0
+    def __init__(self, path: Path, identity: str, numbers: Numbers, latents: Numbers) -> None:
+        self._path, self._identity, self._latents = path, identity, latents
+        self.step, self.before, self.least, self.best_step, self.moved = 0, math.nan, math.nan, 0, 0.0
         self.numbers = numbers
         self._means, self._squares, self.best = (
             {name: torch.zeros_like(tensor) for name, tensor in numbers.items()} for _ in range(3)
@@ -151,14 +162,14 @@ class _State:
 
         facts = [astuple(settings), [path.name for path in _layer_files(task.folder)], list(model.members)]
         path, identity = task.folder.parent / _PROGRESS, digest_of(facts, list(task.batches))
-        state = cls(path, identity, model.zeros())
+        state = cls(path, identity, model.zeros(), model.latent_tensors())
         if not path.is_file():
             return state
         with safe_open(path, framework="pt") as stored:
             saved = json.loads(stored.metadata()["state"])
             if saved["identity"] == identity:
                 state.step, state.best_step = saved["step"], saved["best_step"]
-                state.before, state.least = saved["before"], saved["least"]
+                state.before, state.least, state.moved = saved["before"], saved["least"], saved["moved"]
                 for kind, tensors in state._kinds().items():
                     for name, tensor in tensors.items():
                         tensor.copy_(stored.get_tensor(f"{kind}.{name}"))
@@ -166,29 +177,27 @@ class _State:
 
     def save(self) -> None:
         """Write the state to its file."""
-        numbers = {"step": self.step, "best_step": self.best_step, "before": self.before, "least": self.least}
+        numbers = {name: getattr(self, name) for name in ("step", "best_step", "before", "least", "moved")}
         kinds = self._kinds().items()
         tensors = {f"{kind}.{name}": tensor.cpu() for kind, of_kind in kinds for name, tensor in of_kind.items()}
         save_whole(self._path, tensors, {"state": json.dumps({"identity": self._identity, **numbers})})
 
     def descend(self, gradients: Numbers, share: float) -> None:
-        """Go a step of Adam (arXiv 1412.6980), of a ``share`` of the first steps' size."""
+        """Go a step of a ``share`` of the first steps' size."""
         self.step += 1
-        unbiased = (1 - _SQUARES**self.step) ** 0.5 / (1 - _MOMENTUM**self.step)
         for name, gradient in gradients.items():
-            mean, square = self._means[name], self._squares[name]
-            mean.lerp_(gradient, 1 - _MOMENTUM)
-            square.mul_(_SQUARES).addcmul_(gradient, gradient, value=1 - _SQUARES)
-            self.numbers[name].addcdiv_(mean, square.sqrt().add_(_LEAST), value=-RATE * share * unbiased)
+            moments = self._means[name], self._squares[name]
+            descend(self.numbers[name], gradient, *moments, RATE * share, self.step)
 
     def _kinds(self) -> dict[str, Numbers]:
-        return {"numbers": self.numbers, "means": self._means, "squares": self._squares, "best": self.best}
+        vectors = {"numbers": self.numbers, "means": self._means, "squares": self._squares, "best": self.best}
+        return {**vectors, "latents": self._latents}
 
 
 class _TunedModel:
     """The model as it will be served, one layer of weights at a time, or all where the device has room for them."""
 
-    def __init__(self, task: TuningTask) -> None:
+    def __init__(self, task: TuningTask, *, learns: bool) -> None:
         self._task, self._replica, model = task, task.replica, task.replica.model
         self.layers = task.replica.walkable.layers
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -203,7 +212,13 @@ class _TunedModel:
         self._files = _stored_tensors(task.folder)
         self._calls: dict[int, tuple[States, list[Call]]] = {}
         size = sum(nbytes(model, held(model, layer)) for layer in self.layers)
-        self._is_resident = size < free_bytes(task.replica.device) // 2
+        room, device = free_bytes(task.replica.device) // 2, task.replica.device
+        self._is_resident = size < room
+        self._latents: LatentWeights | None = None
+        if learns:
+            place = device if size + latent_bytes(task.weights.members) < room else "cpu"
+            folder = task.folder.parent / WEIGHTS
+            self._latents = LatentWeights(self.layers, task.weights.members, self._parts, folder, device, place)
         self._layers: dict[int, dict[str, torch.Tensor]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -222,8 +237,11 @@ class _TunedModel:
             leaving = self._through(numbers, batch)[-1]
             return sum(float(row) for row, _ in self._divergences(batch, leaving, slope=False))
 
-    def gradients(self, numbers: Numbers, batch: int) -> Numbers:
-        """Return the gradient of the divergence of a batch by each of the numbers."""
+    def gradients(self, numbers: Numbers, batch: int, learn: Callable[[int, Numbers], None]) -> Numbers:
+        """Return the gradient of the divergence of a batch by each of the numbers.
+
+        ``learn`` is called with each layer's number and the gradients by its latent weights.
+        """
         with torch.no_grad():
             states = self._through(numbers, batch)
         rows = [slope for _, slope in self._divergences(batch, states.pop(), slope=True)]
@@ -237,11 +255,26 @@ class _TunedModel:
                 for name, tensor in numbers.items()
                 if name.startswith(f"{self.layers[layer]}.")
             }
-            leaving = self._run(layer, inside, batch, entering_states)
-            before, within = layer_slopes(leaving, gradient, leaves, inside)
+            learned = {} if self._latents is None else self._latents.leaves(layer)
+            leaving = self._run(layer, inside, batch, entering_states, learned)
+            before, within = layer_slopes(leaving, gradient, leaves, inside | learned)
+            learn(layer, {name: within.pop(name) for name in learned})
             gradients |= within
             gradient = States(before.pop(HIDDEN), before)
         return gradients
+
+    def learn(self, layer: int, gradients: Numbers, *, share: float, step: int) -> None:
+        """Go a step of a layer's latent weights."""
+        if self._latents is not None:
+            self._latents.descend(layer, gradients, share, step)
+
+    def write_weights(self) -> float:
+        """Write the weights as they round now beside the layers' files; return the share that differs from GPTQ's."""
+        return 0.0 if self._latents is None else self._latents.write(self._task.folder)
+
+    def latent_tensors(self) -> Numbers:
+        """Return the tensors of the latent weights, which may be written to, by name."""
+        return {} if self._latents is None else dict(self._latents.tensors())
 
     def _through(self, numbers: Numbers, batch: int) -> list[States]:
         """Return a batch's states that enter each layer, and at last those that leave the model."""
@@ -275,8 +308,11 @@ class _TunedModel:
             divergence = (aim.exp() * lost).sum(-1).sum() / tokens.numel()
             yield divergence.detach(), torch.autograd.grad(divergence, hidden)[0] if slope else None
 
-    def _run(self, layer: int, numbers: Numbers, batch: int, states: States) -> States:
-        """Return the states behind a layer with its ``numbers``, with inputs rounded as served."""
+    def _run(self, layer: int, numbers: Numbers, batch: int, states: States, learned: Numbers | None = None) -> States:
+        """Return the states behind a layer with its ``numbers``, with inputs rounded as served.
+
+        ``learned`` are latent weights to take in the place of the model's.
+        """
         name, model = self.layers[layer], self._replica.model
         module, inside = model.get_submodule(name), f"{name}."
         parameters = dict(self._parameters(layer))
@@ -284,6 +320,8 @@ class _TunedModel:
             if parameter in numbers and parameter.startswith(inside):
                 inner = parameter.removeprefix(inside)
                 parameters[inner] = _tuned(parameters[inner], numbers[parameter])
+        if self._latents is not None:
+            self._latents.replace_weights(layer, learned or {}, parameters, len(inside))
         linear, experts = (
             {of: _straight(rounding) for of, rounding in roundings.items() if of.startswith(inside)}
             for roundings in (self._task.roundings.linear, self._task.roundings.experts)
@@ -323,12 +361,16 @@ class _TunedModel:
 
     def _served(self, member: Member) -> torch.Tensor:
         """Return the tensor of a member from the layers' files, decoded, on the CPU."""
+        parts = self._parts(member)
+        return next(iter(parts.values())) if member.step.kernel is None else member.kernel.decode(parts)
+
+    def _parts(self, member: Member) -> Parts:
+        """Return what is stored of a member in the layers' files, by role, on the CPU."""
         from safetensors import safe_open
 
         path, roles = self._files[member.step.name]
         with safe_open(path, framework="pt") as stored:
-            parts = {role: stored.get_tensor(f"{member.step.name}.{role}") for role in roles}
-        return next(iter(parts.values())) if member.step.kernel is None else member.kernel.decode(parts)
+            return {role: stored.get_tensor(f"{member.step.name}.{role}") for role in roles}
 
     def _call(self, batch: int) -> tuple[States, list[Call]]:
         """Return a batch's states that enter the first layer, and the calls of all layers."""
@@ -397,7 +439,8 @@ def _stored_tensors(folder: Path) -> dict[str, tuple[Path, list[str]]]:
 
 
 def _layer_files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.safetensors") if path.name != _RESULT)
+    tuned = {folder / _RESULT, *folder.glob(FILES)}
+    return sorted(path for path in folder.glob("*.safetensors") if path not in tuned)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
-from quantmint.pipeline.quantize.gptq import tuning
+from quantmint.pipeline.quantize.gptq import latents, tuning
 from quantmint.pipeline.quantize.gptq.request import GptqSettings, TuningSettings
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.serving.reference import model as reference
@@ -55,6 +55,37 @@ def test_tuned_norms_lose_less_on_held_out_samples(
     assert served == pytest.approx(result.tuning.after, rel=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "scheme", "layout", "rate"),
+    [("mixtral", "mxfp4", "quark", 0.02), ("llama", "w4a16", "compressed-tensors", 0.05)],
+)
+def test_learned_weights_lose_less_on_held_out_samples(
+    models: Models,
+    blocks: torch.Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    scheme: str,
+    layout: str,
+    rate: float,
+) -> None:
+    monkeypatch.setattr(tuning, "RATE", 0.0)  # so that what is gained is the weights' part
+    monkeypatch.setattr(latents, "RATE", rate)
+    made = Made(models(name), scheme, layout, tmp_path)
+    result = made.rounded(blocks, batch=2, settings=replace(SETTINGS, tuning=TuningSettings(40, 0.125, weights=True)))
+    assert result.tuning is not None
+    assert result.tuning.step > 0
+    assert result.tuning.after < result.tuning.before
+    assert 0 < result.tuning.moved < 0.2
+    checkpoint = write_scaled(made, result)
+    inspection = inspect_checkpoint(checkpoint, made.structure, source=made.source)
+    assert inspection.passed, inspection.summary()
+    held_out = torch.split(blocks, 2)[7]
+    served = divergence(made.source.folder, checkpoint.folder, held_out)
+    assert served == pytest.approx(result.tuning.after, rel=0.1)
+
+
 def test_a_model_whose_held_out_divergence_would_rise_keeps_the_bytes_of_gptq(
     models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,27 +101,32 @@ def test_a_model_whose_held_out_divergence_would_rise_keeps_the_bytes_of_gptq(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("weights", "steps"), [(False, 10), (True, 40)], ids=["norms", "weights"])
 def test_a_killed_run_and_several_devices_make_the_same_bytes(
-    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: bool, steps: int
 ) -> None:
-    monkeypatch.setattr(tuning, "RATE", 0.01)
+    monkeypatch.setattr(tuning, "RATE", 0.0 if weights else 0.01)
+    monkeypatch.setattr(latents, "RATE", 0.02)
+    settings = replace(SETTINGS, tuning=TuningSettings(steps, 0.125, weights=weights))
     whole = Made(models("mixtral"), "mxfp4", "quark", tmp_path / "whole")
-    result = whole.rounded(blocks, 2, batch=2, settings=SETTINGS)
+    result = whole.rounded(blocks, 2, batch=2, settings=settings)
+    assert result.tuning is not None
+    assert (result.tuning.moved > 0) is weights
     expected = bytes_of(write_scaled(whole, result))
     killed = Made(models("mixtral"), "mxfp4", "quark", tmp_path / "killed")
-    descend, steps = tuning._State.descend, list[int]()
+    descend, begun = tuning._State.descend, list[int]()
 
     def stops(state: Any, *rest: Any) -> None:
-        steps.append(state.step)
-        if len(steps) == 6:
+        begun.append(state.step)
+        if len(begun) == 6:
             raise KeyboardInterrupt
         descend(state, *rest)
 
     monkeypatch.setattr(tuning._State, "descend", stops)
     with pytest.raises(KeyboardInterrupt):
-        killed.rounded(blocks, batch=2, settings=SETTINGS)
+        killed.rounded(blocks, batch=2, settings=settings)
     monkeypatch.setattr(tuning, "free_bytes", lambda _: 0)  # one layer's weights at a time make the same
-    resumed = killed.rounded(blocks, batch=2, settings=SETTINGS)
-    assert steps[5:7] == [5, 5], "it goes on behind the last evaluation"
+    resumed = killed.rounded(blocks, batch=2, settings=settings)
+    assert begun[5:7] == [5, 4 if weights else 5], "it goes on behind the last evaluation"
     assert resumed.tuning == result.tuning
     assert bytes_of(write_scaled(killed, resumed)) == expected
