@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from quantmint.pipeline.quantize.gptq import latents
+
 Quantmint = Callable[..., Any]
 KV = ("--kv-cache", "fp8", "--calibration", "words.yaml")
 
@@ -396,6 +398,22 @@ def test_gptq_of_a_text_of_few_words_is_sound(quantmint: Quantmint, copied: Path
     assert "PASS" in made.out
     errors = json.loads(next(Path("out").rglob("errors.json")).read_text())
     assert errors["model.layers.1.self_attn.o_proj"]["output_db"] > 20
+
+
+@pytest.mark.slow
+def test_rounding_is_learned_beside_a_layer_in_fp8(
+    quantmint: Quantmint, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `scheme: auto` chooses at some budgets: one layer has no weight in groups at all."""
+    monkeypatch.setattr(latents, "RATE", 0.05)
+    words = ("--calibration", "words.yaml", "--samples", "16", "--batch-size", "2")
+    learning = ("--algorithm", "tuned", "--parameter", "weights=true", "--parameter", "steps=20", *words)
+    mixed = ("--scheme", "mxfp4_fp8", "--format", "quark", "--override", "re:.*layers\\.0\\..*=ptpc_fp8")
+    made = quantmint("quantize", copied, "out", *mixed, *learning)
+    assert made.code == 0, made.err
+    assert "tuning: on held-out samples KL is" in made.err + made.out
+    inspected = quantmint("inspect", "out", "--source", copied)
+    assert inspected.code == 0, inspected.out
 
 
 def test_sigterm_ends_as_ctrl_c_does(source: Path, quantmint: Quantmint) -> None:

@@ -8,7 +8,7 @@ chose them. Latent weights of a layer are brought to the device when the layer r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import cache
 from math import prod
@@ -23,8 +23,11 @@ from quantmint.pipeline.quantize.gptq.weights import Member
 from quantmint.pipeline.quantize.schemes.elements import to_nearest
 from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel, Parts
 
-RATE = 0.003
-"""First step of a latent weight, in units of its scale; steps fall to zero linearly."""
+RATE, NARROW_RATE = 0.01, 0.003
+"""First step of a latent weight, and of one whose inputs have four bits, in units of its scale.
+
+Steps fall to zero linearly. The rounding of such inputs makes gradients noisier.
+"""
 LATENT_BYTES = 9
 """Bytes of a latent weight: float32, two moments in 16 bit, and its share in scales."""
 FILES = "learned-*.safetensors"
@@ -65,7 +68,8 @@ class LatentWeights:
     """The latent weights of a model's ``layers``, on the device ``place`` between the layer's runs on ``device``.
 
     ``stored(member)`` returns what GPTQ stored of a member. ``folder`` holds each layer's weights before rounding, by
-    step, in files named by the layer's number; members without one there are not learned.
+    step, in files named by the layer's number; members without one there are not learned. ``narrow`` are the steps
+    whose inputs have four bits.
     """
 
     def __init__(
@@ -76,10 +80,11 @@ class LatentWeights:
         folder: Path,
         device: str,
         place: str,
+        narrow: Collection[str],
     ) -> None:
         from safetensors import safe_open
 
-        self._device, self._place, self._folder = device, place, folder
+        self._device, self._place, self._folder, self._narrow = device, place, folder, narrow
         self._layers: list[list[_Latent]] = []
         for number, layer in enumerate(layers):
             with safe_open(_file(folder, number), framework="pt") as weights:
@@ -131,7 +136,9 @@ class LatentWeights:
             for latent in self._layers[layer]:
                 tensors = (latent.numbers, latent.mean, latent.square)
                 numbers, mean, square = (tensor.to(self._device, torch.float32) for tensor in tensors)
-                descend(numbers, gradients[latent.member.step.name], mean, square, RATE * share, step)
+                name = latent.member.step.name
+                rate = NARROW_RATE if name in self._narrow else RATE
+                descend(numbers, gradients[name], mean, square, rate * share, step)
                 grid = _grid(latent.member.kernel)
                 numbers.clamp_(grid.lowest, grid.limit)
                 for tensor, new in zip(tensors, (numbers, mean, square), strict=True):
@@ -175,7 +182,7 @@ class LatentWeights:
 def save_weights(folder: Path, layer: int, weights: Mapping[str, torch.Tensor]) -> None:
     """Write a layer's weights before rounding, by step, for `LatentWeights`. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_whole(_file(folder, layer), weights, {})
+    save_whole(_file(folder, layer), weights, {"format": "pt"})  # without any entry, a file of no tensors is unreadable
 
 
 def _file(folder: Path, layer: int) -> Path:

@@ -28,6 +28,7 @@ from quantmint.calibration.room import (
     require_learning_room,
     require_rounding_room,
 )
+from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.gptq.compensation import compensate
 from quantmint.pipeline.quantize.gptq.latents import latent_bytes, save_weights
@@ -36,7 +37,8 @@ from quantmint.pipeline.quantize.gptq.results import LayerResult, layers_folder,
 from quantmint.pipeline.quantize.gptq.runner import GptqRunner
 from quantmint.pipeline.quantize.gptq.scaling import ChannelScaling
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes, solve
-from quantmint.pipeline.quantize.gptq.tuning import WEIGHTS, TuningTask, tune, tuning_bytes
+from quantmint.pipeline.quantize.gptq.tuned_model import WEIGHTS, TuningTask
+from quantmint.pipeline.quantize.gptq.tuning import tune, tuning_bytes
 from quantmint.pipeline.quantize.gptq.weights import Member, ModelWeights, ServedInputs
 from quantmint.pipeline.quantize.inspection.numbers import altered_floor_db
 
@@ -71,7 +73,9 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
         if settings.tuning is not None and held_out:
             ranges = {**request.ranges, **read_result(request, folder, unscaled).ranges}
             roundings = ServedInputs(request.choice, ranges, request.mx_scales).roundings(weights)
-            task = TuningTask(replicas[0], weights, roundings, folder, request.batches, held_out, reference)
+            schemes = request.choice.schemes
+            narrow = {name for name in weights.names if scheme(schemes[name]).activations.dtype == "e2m1"}
+            task = TuningTask(replicas[0], weights, roundings, folder, request.batches, held_out, reference, narrow)
             with bar(settings.tuning.steps) as advance:
                 tune(task, settings.tuning, advance)
     return read_result(request, folder, unscaled)

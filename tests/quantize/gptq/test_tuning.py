@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
-from quantmint.pipeline.quantize.gptq import latents, tuning
+from quantmint.pipeline.quantize.gptq import latents, tuned_model, tuning
 from quantmint.pipeline.quantize.gptq.request import GptqSettings, TuningSettings
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.serving.reference import model as reference
@@ -71,7 +71,7 @@ def test_learned_weights_lose_less_on_held_out_samples(
     rate: float,
 ) -> None:
     monkeypatch.setattr(tuning, "RATE", 0.0)  # so that what is gained is the weights' part
-    monkeypatch.setattr(latents, "RATE", rate)
+    monkeypatch.setattr(latents, "NARROW_RATE" if scheme == "mxfp4" else "RATE", rate)
     made = Made(models(name), scheme, layout, tmp_path)
     result = made.rounded(blocks, batch=2, settings=replace(SETTINGS, tuning=TuningSettings(40, 0.125, weights=True)))
     assert result.tuning is not None
@@ -106,7 +106,7 @@ def test_a_killed_run_and_several_devices_make_the_same_bytes(
     models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: bool, steps: int
 ) -> None:
     monkeypatch.setattr(tuning, "RATE", 0.0 if weights else 0.01)
-    monkeypatch.setattr(latents, "RATE", 0.02)
+    monkeypatch.setattr(latents, "NARROW_RATE", 0.02)
     settings = replace(SETTINGS, tuning=TuningSettings(steps, 0.125, weights=weights))
     whole = Made(models("mixtral"), "mxfp4", "quark", tmp_path / "whole")
     result = whole.rounded(blocks, 2, batch=2, settings=settings)
@@ -125,7 +125,7 @@ def test_a_killed_run_and_several_devices_make_the_same_bytes(
     monkeypatch.setattr(tuning._State, "descend", stops)
     with pytest.raises(KeyboardInterrupt):
         killed.rounded(blocks, batch=2, settings=settings)
-    monkeypatch.setattr(tuning, "free_bytes", lambda _: 0)  # one layer's weights at a time make the same
+    monkeypatch.setattr(tuned_model, "free_bytes", lambda _: 0)  # one layer's weights at a time make the same
     resumed = killed.rounded(blocks, batch=2, settings=settings)
     assert begun[5:7] == [5, 4 if weights else 5], "it goes on behind the last evaluation"
     assert resumed.tuning == result.tuning
