@@ -14,7 +14,9 @@ divergence from the 16-bit model's distribution in nats, how often both hold the
 perplexity. Bits are those of all that is stored of the linear layers of the decoder, by weight. Scales of MX inputs are
 rounded to even, or as a row's ``mx_scales`` says.
 
-Rows that --json already holds for the same model and text stay, so that a row can be measured again alone.
+Rows that --json already holds for the same model and text stay, so that a row can be measured again alone. A row with
+``at_most`` has a goal for KL, in nats or as the name of another row, which is printed with what was reached. A row with
+``samples`` is calibrated on as many windows in the place of --samples, one with ``model`` is of that model alone.
 """
 
 from __future__ import annotations
@@ -84,30 +86,39 @@ class Bench:
 
         self.device = device
 
-        self.source, self.text, calibration, held_out = texts(model)
-        self.folder, tokenizer = folder, AutoTokenizer.from_pretrained(self.source)
-        self.held_out = cut(tokenizer, held_out, windows)
-        passages = [tokenizer.decode(ids) for ids in cut(tokenizer, calibration, samples, _SPARE)]
-        self.calibration = [tokenizer(text, add_special_tokens=False)["input_ids"][:LENGTH] for text in passages]
-        self._write_calibration(passages)
+        self.source, self.text, self._documents, held_out = texts(model)
+        self.folder, self._samples = folder, samples
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(self.source)
+        self.held_out = cut(self._tokenizer, held_out, windows)
+        self.calibration = self._calibrate(samples)
         self._baseline: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def _write_calibration(self, passages: list[str]) -> None:
-        """As text for ours, a sample a line, and for the libraries the same tokens as numbers."""
+    def _calibrate(self, samples: int) -> int:
+        """Write the texts as text for ours, a sample a line, and the same tokens as numbers for the libraries.
+
+        Return how many windows there are, of the ``samples`` that are asked for.
+        """
+        passages = [self._tokenizer.decode(ids) for ids in cut(self._tokenizer, self._documents, samples, _SPARE)]
+        windows = [self._tokenizer(text, add_special_tokens=False)["input_ids"][:LENGTH] for text in passages]
         lines = [json.dumps({"text": text}) + "\n" for text in passages]
         (self.folder / "words.jsonl").write_text("".join(lines), encoding="utf-8")
-        (self.folder / "words.yaml").write_text("name: words\ndescription: text\nfile: words.jsonl\ntext: text\n")
-        numbers = [" ".join(f"w{token}" for token in ids) + "\n" for ids in self.calibration]
+        described = "name: words\ndescription: text\nfile: words.jsonl\ntext: text\n"
+        (self.folder / "words.yaml").write_text(described)
+        numbers = [" ".join(f"w{token}" for token in ids) + "\n" for ids in windows]
         (self.folder / "words.txt").write_text("".join(numbers))
+        return len(windows)
 
     def command(self, row: Mapping[str, Any], out: Path) -> list[str]:
         """The command line that makes a row's checkpoint."""
+        samples = row.get("samples", self._samples)
+        count = self._calibrate(samples)
         if "peer" in row:
-            task = {"device": self.device, "text": str(self.folder / "words.txt"), "batch": _BATCH} | row["task"]
+            texts = self.folder / "words.txt"
+            task = {"device": self.device, "text": str(texts), "batch": _BATCH} | row["task"]
             peers = Path(__file__).with_name("peers.py")
             return [sys.executable, str(peers), row["peer"], json.dumps(task), str(self.source), str(out)]
         options = ["--device", self.device, "--json", "--no-packing", *shlex.split(row["options"])]
-        options += ["--calibration", str(self.folder / "words.yaml"), "--samples", str(len(self.calibration))]
+        options += ["--calibration", str(self.folder / "words.yaml"), "--samples", str(count)]
         options += ["--sequence-length", str(LENGTH), "--batch-size", str(_BATCH)]
         return [sys.executable, "-m", "quantmint", "quantize", str(self.source), str(out), *options]
 
@@ -235,11 +246,25 @@ def table(result: Mapping[str, Any]) -> str:
             f"| {row['name']} | {row['bits']:.2f} | {row['kl']:.4f} ± {row['kl_error']:.4f} | {row['top1']:.1%} "
             f"| {row['perplexity']:.2f} | {made} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *goals(result["rows"])])
 
 
-def _chosen(only: str | None, extra: Sequence[str], made: Sequence[str]) -> list[dict[str, Any]]:
-    known = {row["name"]: row for row in ROWS}
+def goals(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each row that was measured and has a goal: the goal, what was reached, and whether that is enough."""
+    measured = {row["name"]: row["kl"] for row in rows if "kl" in row}
+    lines = []
+    for row in rows:
+        goal = row.get("at_most")
+        most = measured.get(goal) if isinstance(goal, str) else goal
+        if row["name"] in measured and most is not None:
+            words = f"that of {goal}, {most:.3f}" if isinstance(goal, str) else f"{most:g}"
+            reached = "reached" if measured[row["name"]] <= most else "missed"
+            lines.append(f"{row['name']}: goal {words} nats: {measured[row['name']]:.3f}, {reached}")
+    return lines
+
+
+def _chosen(model: str, only: str | None, extra: Sequence[str], made: Sequence[str]) -> list[dict[str, Any]]:
+    known = {row["name"]: row for row in ROWS if row.get("model", model) == model}
     names = list(known) if only is None else [name for name in only.split(",") if name != "none"]
     for name in names:
         if name not in known:
@@ -273,7 +298,7 @@ def main(
     plot: Path | None,
 ) -> None:
     """Hold quantized checkpoints, ours and other libraries', beside the 16-bit model."""
-    rows = _chosen(only, extra, made)
+    rows = _chosen(model, only, extra, made)
     work = Path(tempfile.mkdtemp(prefix="quantmint-quality-", dir=folder))
     try:
         bench = Bench(model, samples, windows, work, device)
@@ -281,7 +306,7 @@ def main(
             "machine": describe(device),
             "model": model,
             "text": bench.text,
-            "calibration": len(bench.calibration),
+            "calibration": bench.calibration,
             "windows": len(bench.held_out),
             "rows": [],
         }
@@ -292,12 +317,13 @@ def main(
         for row in rows:
             out = Path(row["made"]) if "made" in row else work / "out"
             found = {"name": row["name"], "by": row.get("by", "quantmint")}
+            found |= {key: row[key] for key in ("at_most", "samples") if key in row}
             found |= {} if "made" in row else bench.make(row, out)
             if "why_not" not in found:
                 found |= bench.measure(out, row.get("mx_scales", "even"))
             shutil.rmtree(work / "out", ignore_errors=True)
             result["rows"] = [old for old in result["rows"] if old["name"] != row["name"]] + [found]
-            click.echo(table(result | {"rows": [found]}).splitlines()[-1])
+            click.echo(table(result | {"rows": [found]}).strip().splitlines()[-1])
             if json_path is not None:
                 json_path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     finally:

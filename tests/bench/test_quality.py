@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.quality import ROOT, main
+from tests.bench.quality import ROOT, goals, main
 
 
 @pytest.mark.slow
@@ -38,5 +38,9 @@ def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < 10 * half["kl"] < mxfp4["kl"]
     assert mxfp4["bits"] == pytest.approx(4.25)
     assert mxfp4["rss"] > 50e6
+    assert goals([mxfp4 | {"at_most": 1.0}, half | {"at_most": "itself"}, itself]) == [
+        f"mxfp4: goal 1 nats: {mxfp4['kl']:.3f}, reached",
+        f"half: goal that of itself, 0.000 nats: {half['kl']:.3f}, missed",
+    ]
     assert "<svg" in (tmp_path / "quality.svg").read_text()
     assert not list(tmp_path.glob("quantmint-quality-*")), "what was made is removed"

@@ -94,6 +94,7 @@ def test_goals_reached_and_missed() -> None:
 
 def test_a_model_not_seen_before_has_its_own_verdict() -> None:
     found = result(OURS, run("quantmint-first", 9.0), run("llm-compressor", 27.0))
+    assert "goal 1.1 x quantmint: 2.25 x, missed, of the same, of a model not seen before" in figures.table(found)
     verdicts = [
         (goal["contender"], goal["reached"]) for goal in figures.judge(found) if goal["figure"] == "times_faster"
     ]
