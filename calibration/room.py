@@ -104,13 +104,22 @@ def require_rounding_room(need: Need, rounding: int, room: int, device: str) -> 
     return takes + need.layer <= usable
 
 
-def require_learning_room(takes: int, devices: Sequence[str]) -> None:
-    """Raise `CalibrationError` where ``takes`` bytes of weights to learn exceed 85 % of the room of each device."""
-    free = {device: free_bytes(device) for device in devices}
-    roomiest = max(free, key=lambda device: free[device])
-    if takes > (usable := int(free[roomiest] * _SHARE)):
+def learning_place(takes: int, weights: int, device: str, free: int) -> str:
+    """Return the device of ``takes`` bytes of weights to learn: ``device`` where it has room for them, else "cpu".
+
+    They and the model's ``weights`` bytes take less than half of its ``free`` bytes then.
+    """
+    return device if weights + takes < free // 2 else "cpu"
+
+
+def require_learning_room(takes: int, place: str, room: int) -> None:
+    """Raise `CalibrationError` where ``takes`` bytes of weights to learn exceed 85 % of ``room`` bytes.
+
+    ``place`` is `learning_place`'s device, for the message.
+    """
+    if takes > (usable := int(room * _SHARE)):
         raise CalibrationError(
-            f"to learn the rounding of weights takes {_gb(takes)}, and {roomiest} has room for {_gb(usable)}: take "
+            f"to learn the rounding of weights takes {_gb(takes)}, and {place} has room for {_gb(usable)}: take "
             "`tuned: {weights: false}`, or a machine with more memory"
         )
 
@@ -184,6 +193,11 @@ def need_of(first: Replica, batches: Sequence[torch.Tensor]) -> Need:
         states = sum(batch.numel() for batch in batches) * loop.width * torch.finfo(first.model.dtype).bits // 8
     is_fused = getattr(config, "_attn_implementation", None) == "sdpa"
     return Need(first.nbytes, largest, forward_bytes(config, batch, length, is_fused=is_fused), states)
+
+
+def layers_bytes(first: Replica) -> int:
+    """Return the bytes of the weights of all layers of one copy."""
+    return sum(nbytes(first.model, held(first.model, layer)) for layer in first.walkable.layers)
 
 
 def host_bytes(asked: int | None) -> int:

@@ -130,6 +130,15 @@ def test_gptq_is_refused_where_its_squares_do_not_fit() -> None:
     assert not room.require_rounding_room(need, rounding, 77 * 10**9, "cuda:0"), "no room to read the next layer"
 
 
+def test_weights_to_learn_lie_on_a_device_with_room_for_them_or_in_the_host_s_memory() -> None:
+    takes, weights = 30 * 10**9, 16 * 10**9
+    assert room.learning_place(takes, weights, "cuda:0", 100 * 10**9) == "cuda:0"
+    assert room.learning_place(takes, weights, "cuda:0", 90 * 10**9) == "cpu", "whatever the host has"
+    room.require_learning_room(takes, "cpu", 36 * 10**9)
+    with pytest.raises(CalibrationError, match=r"takes 30\.0 GB, and cpu has room for 29\.8 GB: take `tuned"):
+        room.require_learning_room(takes, "cpu", 35 * 10**9)
+
+
 def test_a_fused_forward_keeps_no_scores() -> None:
     config = SimpleNamespace(hidden_size=7168, num_attention_heads=128, intermediate_size=18432)
     assert forward_bytes(config, 8, 2048, is_fused=True) < 6e9 < 40e9 < forward_bytes(config, 8, 2048)

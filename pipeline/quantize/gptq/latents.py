@@ -30,6 +30,8 @@ Steps fall to zero linearly. The rounding of such inputs makes gradients noisier
 """
 LATENT_BYTES = 9
 """Bytes of a latent weight: float32, two moments in 16 bit, and its share in scales."""
+STATE_BYTES = 8
+"""Bytes of a latent weight in the state of an interrupted run: the same without scales."""
 FILES = "learned-*.safetensors"
 
 Leaves = dict[str, "torch.Tensor"]
@@ -54,9 +56,12 @@ class _Latent:
 
 def is_learned(member: Member) -> bool:
     """Return whether a member's rounding can be learned: GPTQ chose the scale of each of its groups."""
-    if member.step.kernel is None or member.step.untouched:
-        return False
-    return member.kernel.grid is not None and member.kernel.grid.group > 1
+    return member.step.kernel is not None and not member.step.untouched and has_groups(member.kernel)
+
+
+def has_groups(kernel: Kernel) -> bool:
+    """Return whether GPTQ chooses scales of groups for a kernel."""
+    return kernel.grid is not None and kernel.grid.group > 1
 
 
 def latent_bytes(members: Sequence[Member]) -> int:

@@ -23,6 +23,8 @@ from quantmint.calibration.room import (
     activations_for,
     free_bytes,
     host_bytes,
+    layers_bytes,
+    learning_place,
     measuring,
     need_of,
     require_learning_room,
@@ -63,7 +65,9 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
         steps = [step for plan in request.plans for step in plan.steps]
         weights = ModelWeights(replicas[0], request.structure, steps)
         if settings.tuning is not None and settings.tuning.weights:
-            require_learning_room(latent_bytes(weights.members), [*devices, "cpu"])
+            takes, free = latent_bytes(weights.members), free_bytes(devices[0])
+            place = learning_place(takes, layers_bytes(replicas[0]), devices[0], free)
+            require_learning_room(takes, place, free_bytes(place))
         inputs = ServedInputs(request.choice, request.ranges, request.mx_scales)
         scaling = None
         if settings.scaling:

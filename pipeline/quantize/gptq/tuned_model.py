@@ -19,9 +19,9 @@ from quantmint.calibration.experts import rounding_experts, stacks
 from quantmint.calibration.inputs import Rounding, rounding_inputs
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica
-from quantmint.calibration.room import free_bytes
+from quantmint.calibration.room import free_bytes, layers_bytes, learning_place
 from quantmint.calibration.sensitivity import HIDDEN, input_leaves, layer_slopes, model_logits
-from quantmint.calibration.weights import held, nbytes
+from quantmint.calibration.weights import held
 from quantmint.pipeline.quantize.gptq.latents import FILES, LatentWeights, latent_bytes
 from quantmint.pipeline.quantize.gptq.runner import InputRoundings
 from quantmint.pipeline.quantize.gptq.weights import Member, ModelWeights
@@ -72,12 +72,12 @@ class TunedModel:
         self._sizes = {name: shapes[name] for name in self.members}
         self._files = _stored_tensors(task.folder)
         self._calls: dict[int, tuple[States, list[Call]]] = {}
-        size = sum(nbytes(model, held(model, layer)) for layer in self.layers)
-        room, device = free_bytes(task.replica.device) // 2, task.replica.device
-        self._is_resident = size < room
+        device, size = task.replica.device, layers_bytes(task.replica)
+        free = free_bytes(device)
+        self._is_resident = size < free // 2
         self._latents: LatentWeights | None = None
         if learns:
-            place = device if size + latent_bytes(task.weights.members) < room else "cpu"
+            place = learning_place(latent_bytes(task.weights.members), size, device, free)
             folder = task.folder.parent / WEIGHTS
             read = partial(LatentWeights, self.layers, task.weights.members, self._parts, folder)
             self._latents = read(device, place, task.narrow)
