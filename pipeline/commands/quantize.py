@@ -143,7 +143,8 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
         "kept": prediction.kept,
         "predicted": asdict(prediction),
         "costs": costs.to_json(),
-        "disk": {"needed": prediction.checkpoint, "free": free_bytes(job.out)},
+        "disk": {"needed": prediction.checkpoint + prediction.temporary, "free": free_bytes(job.out)},
+        "cautions": list(costs.cautions),
     }
     if as_json:
         emit(facts)
@@ -162,9 +163,12 @@ def _show_plan(job: QuantizationJob, expected: Outlook, state: str, *, as_json: 
     sizes = {
         "source": prediction.source,
         f"checkpoint ({prediction.source / prediction.checkpoint:.2f} x smaller)": prediction.checkpoint,
+        "disk: layers of GPTQ": prediction.temporary or None,
         "disk: free": facts["disk"]["free"],
     }
     print_outlook(console, sizes, costs)
+    for caution in costs.cautions:
+        console.print(f"[yellow]caution:[/] {escape(caution)}")
 
 
 def _show_result(job: QuantizationJob, checkpoint: QuantizedCheckpoint, *, as_json: bool) -> None:

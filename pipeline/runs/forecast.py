@@ -169,6 +169,7 @@ def forecast_run(
         cautions=[
             *filter(None, [outcome_forecast(model[1].encoded, recipe.quantization.schemes)]),
             *_cautions(setting),
+            *weights.cautions,
             *_too_small(needed, free, where, elsewhere),
         ],
     )

@@ -17,13 +17,18 @@ from typing import Any
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.layers import PARTS
 from quantmint.calibration.room import Mode, Need, decide, forward_bytes
-from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
+from quantmint.pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardPlan
 from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, TensorInfo
+from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.gptq.latents import STATE_BYTES, has_groups
+from quantmint.pipeline.quantize.gptq.solver import SUPPORTED
 from quantmint.pipeline.quantize.gptq.tuning import tuning_bytes
 from quantmint.pipeline.quantize.model.structure import Structure
+from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
 from quantmint.pipeline.recipe.calibration import Calibration
 from quantmint.pipeline.recipe.modules import expert_count, text_config
+from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.stages.rates import Rates
 
@@ -298,6 +303,38 @@ def gptq_volume(source: Checkpoint, structure: Structure, recipe: Recipe, *, rou
         vocabulary = int(text_config(source.config).get("vocab_size") or 0)
         forward = tuning_bytes(forward, recipe.calibration.sequence_length, vocabulary)
     return replace(volume, need=replace(volume.need, states=states, forward=forward))
+
+
+def learned_weights(structure: Structure, choice: Choice, quantization: Quantization) -> dict[str, int]:
+    """Return the numbers of weights whose rounding is learned, by kernel; empty where the recipe learns none."""
+    counts: Counter[str] = Counter()
+    if _learns(quantization):
+        for module, name in choice.schemes.items():
+            if module in structure.linear and module not in choice.stored:
+                kernel = KERNELS[kernel_name(name, quantization.format)]
+                counts[kernel.name] += prod(structure.linear[module]) if has_groups(kernel) else 0
+    return dict(+counts)
+
+
+def temporary_bytes(plans: Iterable[ShardPlan], structure: Structure, quantization: Quantization) -> int:
+    """Return the bytes of GPTQ's files, which stay until the checkpoint is written; 0 without GPTQ.
+
+    These are the layers' results. Where rounding is learned, also the best results, the weights before rounding in 16
+    bit, and the state of the steps, twice while it is replaced. Hidden states that memory lacks room for are not
+    counted.
+    """
+    count = 0
+    for step in (step for plan in plans for step in plan.steps if quantization.by_layers):
+        if step.kernel in SUPPORTED and not step.untouched and step.name in structure.linear:
+            result = sum(out.nbytes for out in step.outputs if out.role not in STATIC_ROLES)
+            count += result
+            if _learns(quantization) and has_groups(KERNELS[step.kernel]):
+                count += result + (2 + 2 * STATE_BYTES) * prod(step.origin.shape)
+    return count
+
+
+def _learns(quantization: Quantization) -> bool:
+    return quantization.algorithm == "tuned" and bool(quantization.parameters.get("weights"))
 
 
 def tuning_batch(recipe: Recipe) -> int:

@@ -13,7 +13,7 @@ from quantmint.calibration.batches import batched
 from quantmint.calibration.errors import CalibrationError
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.ranges import load_ranges
-from quantmint.calibration.room import require_rounding_room
+from quantmint.calibration.room import learning_place, require_learning_room, require_rounding_room
 from quantmint.eval.verdict import Verdict
 from quantmint.pipeline.base.errors import InspectionError, UserError
 from quantmint.pipeline.base.hardware import hardware
@@ -32,6 +32,7 @@ from quantmint.pipeline.quantize.engines.stream.engine import (
 from quantmint.pipeline.quantize.engines.stream.plan import NUMBERS, ShardPlan, origin_of
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint, read_json, torch_dtype
 from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.gptq.latents import LATENT_BYTES
 from quantmint.pipeline.quantize.gptq.loop import quantize_layers
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings, Tuning
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes
@@ -46,7 +47,7 @@ from quantmint.pipeline.recipe.modules import assigned, expert_count, text_confi
 from quantmint.pipeline.recipe.quantization import AUTO, Gptq, Quantization
 from quantmint.pipeline.stages import by_library
 from quantmint.pipeline.stages.calibrate import RANGES, needs_ranges, read_tokens
-from quantmint.pipeline.stages.cost import gptq_volume, tuning_batch
+from quantmint.pipeline.stages.cost import gptq_volume, learned_weights, tuning_batch
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.sizes import Prediction, model_for, planned_shards
@@ -110,8 +111,9 @@ class QuantizeStage(Stage):
         return () if setting.spread is not None else (_require_memory,)
 
     def disk(self, setting: Setting, size: Prediction, begun: int) -> Mapping[str, int]:
-        """Return the checkpoint's bytes without those that an earlier attempt wrote."""
-        return {"checkpoint": max(size.checkpoint - begun, 0)}
+        """Return the bytes of the checkpoint, and of GPTQ's files, without those that an earlier attempt wrote."""
+        layers = {"layers of GPTQ": max(size.temporary - begun, 0)} if size.temporary else {}
+        return {"checkpoint": max(size.checkpoint - max(begun - size.temporary, 0), 0), **layers}
 
     def seconds(self, estimate: Estimate) -> float | None:
         """Return the seconds of reading, quantizing and writing; None for a library, whose time is not known."""
@@ -372,7 +374,10 @@ def _proven_latent(job: Job) -> dict[str, float]:
 
 
 def _require_memory(setting: Setting) -> None:
-    """Raise `UserError` where the device is missing, or its memory too small for a library or for GPTQ."""
+    """Raise `UserError` where the device is missing, or its memory too small for a library or for GPTQ.
+
+    For weights whose rounding is learned, the host's memory counts where the device's is too small.
+    """
     quantization, device = setting.recipe.quantization, resolve_devices(setting.device)[0]
     if quantization.engine == "stream" and not quantization.by_layers:
         return
@@ -381,9 +386,13 @@ def _require_memory(setting: Setting) -> None:
         require_library_memory(source.nbytes, device_memory(device), device, quantization.engine)
         return
     need = gptq_volume(source, structure, setting.recipe).need
-    rounding = gptq_bytes(structure, select(structure, quantization).schemes, on_gpu=device != "cpu")
+    choice, free = select(structure, quantization), device_memory(device)
+    rounding = gptq_bytes(structure, choice.schemes, on_gpu=device != "cpu")
+    learned = LATENT_BYTES * sum(learned_weights(structure, choice, quantization).values())
+    place = learning_place(learned, need.weights, device, free)
     try:
-        require_rounding_room(need, rounding, device_memory(device), device)
+        require_rounding_room(need, rounding, free, device)
+        require_learning_room(learned, place, device_memory(place))
     except CalibrationError as error:
         raise UserError(f"quantization.algorithm: {error}.") from None
 

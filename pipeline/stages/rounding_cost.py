@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from quantmint.pipeline.quantize.engines.algorithms import algorithm
+from quantmint.pipeline.quantize.gptq.latents import STATE_BYTES
 from quantmint.pipeline.quantize.gptq.runner import expert_count
 from quantmint.pipeline.quantize.gptq.tuning import EVALUATIONS
 from quantmint.pipeline.quantize.model.experts import stack_of
@@ -28,6 +29,11 @@ _GPU_COLUMN_S: Final = 1.4e-5
 _STEP_S: Final = 2e-2
 """Of a layer in a step of tuning on a GPU, for the launches of some hundred small kernels."""
 _FORWARDS_OF_A_STEP: Final = 4
+_ROUNDINGS_OF_A_STEP: Final = 4
+"""Times that a weight's kernel takes, in a step that learns its rounding: 3.3 of mxfp4 and 4.8 of w4a16 on a core."""
+_MOVED_BY_A_STEP: Final = 24
+_MOVED_BY_A_FORWARD: Final = 4
+"""Bytes of a latent weight between host memory and a GPU: twice float32 there, and all with moments there and back."""
 _SIDE_BY_SIDE: Final = 10
 """Experts of a stack that are rounded in the time of one (`make bench-experts`)."""
 _CHANGE_S: Final = 0.01
@@ -97,6 +103,21 @@ def tuning_seconds(flops: float, layers: int, steps: int, evaluated: float, rate
     """
     rate, launches = (rates.float32, 0.0) if rates.link is None else (rates.flops, _STEP_S * layers * steps)
     return launches + (_FORWARDS_OF_A_STEP * steps + (EVALUATIONS + 1) * evaluated) * flops / rate
+
+
+def learning_seconds(learned: Mapping[str, int], steps: int, evaluated: float, rates: Rates, *, on_host: bool) -> float:
+    """Return the seconds that tuning takes longer where it learns the rounding of weights.
+
+    ``learned`` are the numbers of these weights by kernel, ``evaluated`` the batches that are held out. A forward
+    rounds each weight in its kernel's time, and the steps' state is written at each evaluation. With ``on_host`` a GPU
+    gets latent weights from the host's memory, which is not pinned, as fast as layers from a file. Launches for weights
+    too small to keep a GPU busy, such as those of many experts, are not counted.
+    """
+    count, forwards = sum(learned.values()), (EVALUATIONS + 1) * evaluated
+    once = sum(2 * number / rates.kernel(kernel) for kernel, number in learned.items())
+    moved = (_MOVED_BY_A_STEP * steps + _MOVED_BY_A_FORWARD * forwards) * count if on_host else 0.0
+    saved = EVALUATIONS * STATE_BYTES * count / rates.sync
+    return (_ROUNDINGS_OF_A_STEP * steps + forwards) * once + moved / rates.load + saved
 
 
 def change_seconds(shapes: Shapes, names: Collection[str], samples: int) -> float:

@@ -20,7 +20,7 @@ from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.model.selection import kept_because, select
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.schema import Recipe
-from quantmint.pipeline.stages.cost import routed_share
+from quantmint.pipeline.stages.cost import routed_share, temporary_bytes
 from quantmint.pipeline.stages.setting import Setting
 
 
@@ -28,6 +28,7 @@ from quantmint.pipeline.stages.setting import Setting
 class Prediction:
     """Predicted sizes of a checkpoint, in bytes unless stated otherwise.
 
+    ``temporary`` are files of GPTQ beside it on the disk, until it is written.
     ``parameters``, ``quantized`` and ``kept`` are counts, the last two of linear modules; ``calibration_device`` is the
     size of a resident model, ``largest_tensor`` bounds the engine's memory, a few of which it holds;
     ``weights_per_gpu`` is the candidate's. ``kept_because`` and ``copied`` count, by reason, modules that stay in 16
@@ -39,6 +40,7 @@ class Prediction:
     parameters: int
     source: int
     checkpoint: int
+    temporary: int
     quantized: int
     kept: int
     largest_tensor: int
@@ -72,8 +74,8 @@ def predict(
     Raises `UserError` where the recipe cannot be applied to the model.
     """
     choice = select(structure, recipe.quantization)
+    plans = planned_shards(source, structure, recipe) if plans is None else plans
     if recipe.quantization.engine == "stream":
-        plans = planned_shards(source, structure, recipe) if plans is None else plans
         checkpoint = sum(plan.nbytes for plan in plans)
     else:
         checkpoint = checkpoint_bytes(source, structure, choice, recipe.quantization.format)
@@ -81,6 +83,7 @@ def predict(
         parameters=structure.parameters,
         source=source.nbytes,
         checkpoint=checkpoint,
+        temporary=temporary_bytes(plans, structure, recipe.quantization),
         quantized=len(choice.schemes),
         kept=len(choice.kept),
         largest_tensor=max(info.nbytes for _, info in source.tensors.values()),

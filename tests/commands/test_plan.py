@@ -48,6 +48,25 @@ def test_an_algorithm_that_harms_a_scheme_is_a_caution(quantmint: Quantmint, pro
     assert "rotation may harm mxfp4_weight_only" in cautions("int8_w8a8", mixed)
 
 
+@pytest.mark.usefixtures("large_disk")
+def test_learned_weights_are_planned_with_their_disk_and_a_caution(
+    quantmint: Quantmint, project: Path, words: tuple[str, ...]
+) -> None:
+    (project / "other.yaml").write_text(
+        "extends: r.yaml\nname: other\ncalibration: {set: words.yaml, samples: 8, sequence_length: 64}\n"
+        "quantization: {scheme: mxfp4, kv_cache: auto, algorithm: tuned, tuned: {weights: true}}\n"
+    )
+    ended = quantmint("plan", "other.yaml", "--json")
+    assert ended.code == 0, ended.err
+    assert ended.json["disk"]["needed"]["layers of GPTQ"] > ended.json["disk"]["needed"]["checkpoint"]
+    assert "there are 8 samples" in " ".join(ended.json["cautions"])
+    tuned = ("--algorithm", "tuned", "--parameter", "weights=true", "--scheme", "mxfp4", "--samples", "8", *words)
+    shown = quantmint("quantize", "model", "out", *tuned, "--dry-run")
+    assert shown.code == 0, shown.err
+    assert "disk: layers of GPTQ" in shown.out
+    assert "there are 8 samples" in " ".join(shown.out.split())
+
+
 @pytest.mark.parametrize("command", ["plan", "run", "quantize"])
 def test_texts_that_make_too_few_tokens_are_refused(
     quantmint: Quantmint, models: Callable[..., Path], command: str

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from quantmint.pipeline.stages.quantize import QuantizeStage
 from quantmint.pipeline.store.tree import Store
 
 Quantmint = Callable[..., Any]
@@ -80,6 +82,15 @@ def test_what_an_interrupted_run_has_written_needs_no_room_again(
     (work / "model.safetensors.partial").write_bytes(os.urandom(needed["checkpoint"] - 4096))
     assert Store(Path("store")).begun("quantize", quantize["fingerprint"]) >= needed["checkpoint"] - 4096
     assert quantmint("run", "r.yaml").code == 0
+
+
+def test_files_of_gptq_need_room_until_they_are_written() -> None:
+    size: Any = SimpleNamespace(checkpoint=100, temporary=30)
+    setting: Any = None
+    rooms = [QuantizeStage().disk(setting, size, begun) for begun in (0, 20, 50)]
+    assert rooms == [
+        {"checkpoint": checkpoint, "layers of GPTQ": layers} for checkpoint, layers in ((100, 30), (100, 10), (80, 0))
+    ]
 
 
 def test_a_cached_run_needs_no_room(orchestra: Any, quantmint: Quantmint, monkeypatch: pytest.MonkeyPatch) -> None:

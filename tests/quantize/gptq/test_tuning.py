@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 from quantmint.pipeline.quantize.gptq import latents, tuned_model, tuning
 from quantmint.pipeline.quantize.gptq.request import GptqSettings, TuningSettings
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
+from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.serving.reference import model as reference
+from quantmint.pipeline.stages.cost import temporary_bytes
 from tests.quantize.gptq.test_loop import Made, write_scaled
 
 Models = Callable[..., Path]
@@ -23,6 +26,10 @@ SETTINGS = GptqSettings(compensation=0.5, tuning=TuningSettings(steps=10, held_o
 
 def bytes_of(checkpoint: Checkpoint) -> list[bytes]:
     return [(checkpoint.folder / shard).read_bytes() for shard in checkpoint.shards]
+
+
+def tensor_bytes(folder: Path) -> int:
+    return sum(tensor.nbytes for path in folder.glob("*.safetensors") for tensor in load_file(path).values())
 
 
 def divergence(source: Path, checkpoint: Path, tokens: torch.Tensor) -> float:
@@ -78,6 +85,11 @@ def test_learned_weights_lose_less_on_held_out_samples(
     assert result.tuning.step > 0
     assert result.tuning.after < result.tuning.before
     assert 0 < result.tuning.moved < 0.2
+    section = {"algorithm": "tuned", "scheme": scheme, "format": layout, "tuned": {"weights": True}}
+    forecast = temporary_bytes(made.plans, made.structure, Quantization.model_validate(section))
+    state = tensor_bytes(made.work / "rounding")  # a second one while it is replaced
+    files = 2 * state + sum(tensor_bytes(made.work / "rounding" / folder) for folder in ("made", "weights"))
+    assert forecast == pytest.approx(files, rel=0.05)
     checkpoint = write_scaled(made, result)
     inspection = inspect_checkpoint(checkpoint, made.structure, source=made.source)
     assert inspection.passed, inspection.summary()

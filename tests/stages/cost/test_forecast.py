@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from quantmint.calibration.replica import replica
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+from quantmint.pipeline.quantize.gptq.latents import LATENT_BYTES, latent_bytes
 from quantmint.pipeline.quantize.gptq.weights import ModelWeights
 from quantmint.pipeline.quantize.model.imagination import imagine
 from quantmint.pipeline.quantize.model.reader import read_structure
@@ -21,8 +23,9 @@ from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.recipe.schema import Recipe
 from quantmint.pipeline.runs.weights import forecast_weights, machine_of
 from quantmint.pipeline.serving.planning.target import parse_target
+from quantmint.pipeline.stages.cost import learned_weights
 from quantmint.pipeline.stages.rates import known, rates_of
-from quantmint.pipeline.stages.rounding_cost import expert_passes
+from quantmint.pipeline.stages.rounding_cost import expert_passes, learning_seconds
 
 Zoo = Callable[..., Path]
 CONFIGS = Path(__file__).parents[2] / "assets" / "configs"
@@ -39,6 +42,13 @@ def by_gptq(**parameters: object) -> Recipe:
             "calibration": {"set": "tiny", "samples": 128, "sequence_length": 2048},
         }
     )
+
+
+def tuned(samples: int = 1024, **parameters: object) -> Recipe:
+    made = by_gptq().model_dump(mode="json")
+    made["quantization"] |= {"algorithm": "tuned", "gptq": None, "tuned": parameters}
+    made["calibration"] |= {"samples": samples, "sequence_length": 512}
+    return Recipe.model_validate(made)
 
 
 def seconds(recipe: Recipe, target: str = "cpu") -> dict[str, float]:
@@ -106,6 +116,57 @@ def test_a_pass_is_forecast_for_each_stack_of_experts_that_gptq_rounds(zoo: Zoo,
     shapes = {module: structure.linear[module] for module in choice.schemes}
     assert expert_passes(structure, shapes, 1 << 40, on_gpu=False) == len(stacks)
     assert bool(stacks) == (name != "llama")
+
+
+def test_learned_weights_take_time_disk_and_the_memory_of_where_they_lie() -> None:
+    """7.0 billion weights of 9 bytes: 63 GB, on the GPU where half of its memory holds them with the model."""
+    source, structure = imagine(CONFIGS / "Llama-3.1-8B-Instruct")
+    latents = LATENT_BYTES * 32 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 14336 * 4096)
+    for target in ("h100:1", "mi300x:1", "cpu"):
+        machine, origin = machine_of(parse_target(target))
+        where = replace(machine, memory=400 << 30), origin
+        norms, weights = (
+            forecast_weights(source, structure, tuned(weights=learned, steps=600), where) for learned in (False, True)
+        )
+        before, after = norms.stages["quantize"], weights.stages["quantize"]
+        assert after.disk - before.disk == pytest.approx(latents / LATENT_BYTES * (2 + 2 * 8 + 4.25 / 8))
+        assert after.seconds - before.seconds > 10 * latents * 8 / 9 / machine.rates.sync
+        assert (after.memory > latents) is (target != "mi300x:1")
+        assert (after.device_memory > latents) is (target == "mi300x:1")
+        assert norms.cautions == weights.cautions == ()
+
+
+def test_a_machine_without_room_for_learned_weights_and_few_samples_are_cautions() -> None:
+    source, structure = imagine(CONFIGS / "Llama-3.1-8B-Instruct")
+    machine, origin = machine_of(parse_target("h100:1"))
+    small = replace(machine, memory=64 << 30), origin
+    few, lack = forecast_weights(source, structure, tuned(255, weights=True), small).cautions
+    assert "fits few texts by heart, and there are 255 samples" in few
+    assert lack.startswith("to learn the rounding of weights takes 62.8 GB, and cpu has room for 58.4 GB: take ")
+    assert forecast_weights(source, structure, tuned(256, weights=True), small).cautions == (lack,)
+
+
+def test_latent_weights_in_host_memory_cross_the_link_each_step() -> None:
+    def of(steps: int, *, on_host: bool) -> float:
+        return learning_seconds({"mxfp4": 10**9}, steps, 0.0, known("h100"), on_host=on_host)
+
+    assert of(100, on_host=False) - of(0, on_host=False) == pytest.approx(100 * 4 * 2e9 / 25e9)
+    assert of(100, on_host=True) - of(100, on_host=False) == pytest.approx(100 * 24e9 / 9.5e9)
+
+
+@pytest.mark.parametrize("name", ["lfm2_moe", "llama"])
+@pytest.mark.parametrize(("scheme", "layout"), [("mxfp4", "quark"), ("w4a16", "compressed-tensors")])
+def test_weights_to_learn_are_those_that_tuning_learns(zoo: Zoo, name: str, scheme: str, layout: str) -> None:
+    source = open_checkpoint(zoo(name))
+    structure = read_structure(source.folder, source.tensors)
+    section = {"scheme": scheme, "format": layout, "algorithm": "tuned", "tuned": {"weights": True}}
+    quantization = Quantization.model_validate(
+        {**section, "overrides": [{"modules": ["re:.*q_proj"], "scheme": "ptpc_fp8"}]}
+    )
+    choice = select(structure, quantization)
+    steps = [step for plan in plan_shards(source, structure, choice, layout) for step in plan.steps]
+    takes = latent_bytes(ModelWeights(replica(source.folder, "cpu"), structure, steps).members)
+    assert LATENT_BYTES * sum(learned_weights(structure, choice, quantization).values()) == takes > 0
 
 
 @pytest.mark.parametrize("target", ["cpu", "mi300x:8"])
