@@ -30,6 +30,8 @@ Steps fall to zero linearly. The rounding of such inputs makes gradients noisier
 """
 LATENT_BYTES = 9
 """Bytes of a latent weight: float32, two moments in 16 bit, and its share in scales."""
+STEP_BYTES = 20
+"""Bytes on the device for each latent weight of the layer that is run: gradients, and copies in float32."""
 STATE_BYTES = 8
 """Bytes of a latent weight in the state of an interrupted run: the same without scales."""
 FILES = "learned-*.safetensors"
@@ -67,6 +69,16 @@ def has_groups(kernel: Kernel) -> bool:
 def latent_bytes(members: Sequence[Member]) -> int:
     """Return the bytes that the latent weights of ``members`` take."""
     return LATENT_BYTES * sum(prod(member.step.origin.shape) for member in members if is_learned(member))
+
+
+def step_bytes(members: Sequence[Member], layers: Sequence[str]) -> int:
+    """Return the bytes on the device that the latent weights of the largest of the ``layers`` take while it is run."""
+    sizes = dict.fromkeys(layers, 0)
+    for member in filter(is_learned, members):
+        layer = next((layer for layer in layers if member.parameter.startswith(f"{layer}.")), None)
+        if layer is not None:
+            sizes[layer] += prod(member.step.origin.shape)
+    return STEP_BYTES * max(sizes.values())
 
 
 class LatentWeights:

@@ -33,7 +33,7 @@ from quantmint.calibration.room import (
 from quantmint.pipeline.base.schemes import scheme
 from quantmint.pipeline.quantize.formats.layout import Choice
 from quantmint.pipeline.quantize.gptq.compensation import compensate
-from quantmint.pipeline.quantize.gptq.latents import latent_bytes, save_weights
+from quantmint.pipeline.quantize.gptq.latents import latent_bytes, save_weights, step_bytes
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult
 from quantmint.pipeline.quantize.gptq.results import LayerResult, layers_folder, read_result
 from quantmint.pipeline.quantize.gptq.runner import GptqRunner
@@ -65,9 +65,7 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
         steps = [step for plan in request.plans for step in plan.steps]
         weights = ModelWeights(replicas[0], request.structure, steps)
         if settings.tuning is not None and settings.tuning.weights:
-            takes, free = latent_bytes(weights.members), free_bytes(devices[0])
-            place = learning_place(takes, layers_bytes(replicas[0]), devices[0], free)
-            require_learning_room(takes, place, free_bytes(place))
+            _require_learning_room(replicas[0], weights)
         inputs = ServedInputs(request.choice, request.ranges, request.mx_scales)
         scaling = None
         if settings.scaling:
@@ -139,6 +137,15 @@ def _quantize_by_layers(
             inputs.changed.clear()
             runner.finish(layer)
         return held_out, runner.reference_states() if held_out else []
+
+
+def _require_learning_room(replica: Replica, weights: ModelWeights) -> None:
+    """Raise `CalibrationError` where the weights to learn, or those of a layer while it runs, have no room."""
+    device, takes = replica.device, latent_bytes(weights.members)
+    place = learning_place(takes, layers_bytes(replica), device, free_bytes(device))
+    require_learning_room(takes, place, free_bytes(place))
+    of_layer = step_bytes(weights.members, replica.walkable.layers)
+    require_learning_room(of_layer + (takes if place == device else 0), device, free_bytes(device))
 
 
 def _scale(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantmint.calibration.errors import CalibrationError
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 from quantmint.pipeline.quantize.gptq import latents, tuned_model, tuning
 from quantmint.pipeline.quantize.gptq.request import GptqSettings, TuningSettings
@@ -142,3 +143,15 @@ def test_a_killed_run_and_several_devices_make_the_same_bytes(
     assert begun[5:7] == [5, 4 if weights else 5], "it goes on behind the last evaluation"
     assert resumed.tuning == result.tuning
     assert bytes_of(write_scaled(killed, resumed)) == expected
+
+
+@pytest.mark.parametrize("bytes_of_a_weight", ["LATENT_BYTES", "STEP_BYTES"])
+def test_weights_without_room_are_refused_before_gptq(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_of_a_weight: str
+) -> None:
+    monkeypatch.setattr(latents, bytes_of_a_weight, 1 << 40)
+    made = Made(models("llama"), "mxfp4", "quark", tmp_path)
+    settings = replace(SETTINGS, tuning=TuningSettings(10, 0.125, weights=True))
+    with pytest.raises(CalibrationError, match="to learn the rounding of weights takes"):
+        made.rounded(blocks, batch=2, settings=settings)
+    assert not list(tmp_path.glob("**/made/*.safetensors"))
