@@ -32,6 +32,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return side_by_side([read(c.write(folder / c.name), folder / c.name / "gate.json") for c in made])
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 375)])
 def test_page_opens_silently(browser: Any, comparison: Comparison, tmp_path: Path, theme: str, width: int) -> None:

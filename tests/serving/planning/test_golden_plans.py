@@ -105,6 +105,7 @@ def planned(question: dict) -> LaunchPlan | UserError:
         return error
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(questions())
 def test_any_plan_fits_and_any_refusal_speaks(question):

@@ -51,6 +51,7 @@ def test_a_failure_quotes_its_last_words_and_names_the_log(tmp_path: Path) -> No
     assert str(tmp_path / "log") in caught.value.hint
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_at_once_is_not_waited_for(tmp_path: Path) -> None:
     """Its status was lost where it ended before the supervisor looked: some in a hundred."""
     for _ in range(40):

@@ -81,6 +81,7 @@ def make(tmp_path: Path) -> Callable[..., TuningReport]:
     return report_of
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize(("theme", "width"), [("light", 1100), ("dark", 375)])
 def test_page_opens_silently_in_chromium(

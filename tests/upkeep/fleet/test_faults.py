@@ -127,6 +127,7 @@ def test_a_fault_that_passes_is_waited_out_without_a_slot(stage: Stage) -> None:
     assert first["began"] < stage.seen("b")[0]["began"] < second["began"], "b ran while a waited"
 
 
+@pytest.mark.slow
 def test_a_fault_that_never_passes_ends_and_is_counted_by_rounds(stage: Stage) -> None:
     stage.recipe("a", "transient the Hub answers 503")
     stage.recipe("b")
