@@ -6,7 +6,6 @@ import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from quantmint.calibration.batches import batched
@@ -288,7 +287,7 @@ def _rounded(
         trust_remote_code=trust,
         mx_scales=job.setting.recipe.mx_scales,
     )
-    rounded = quantize_layers(request, partial(job.progress.bar, unit="layer samples"))
+    rounded = quantize_layers(request, job.progress.bar)
     write_json(job.path / GAINS, {name: asdict(gain) for name, gain in sorted(rounded.gains.items())})
     sums = [
         sum(getattr(gain, side) for gain in rounded.gains.values() if gain.fault is None)

@@ -46,13 +46,13 @@ from quantmint.pipeline.quantize.inspection.numbers import altered_floor_db
 
 _STATES = "layers"  # hidden states that an interrupted run is gone on with
 
-Bar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar over a total of samples, each counted once a layer, or of steps of tuning.
+Bar = Callable[[int, str], AbstractContextManager[Callable[[int], None]]]
+"""Opens a progress bar over a total of units, which it names: "layer samples", or "steps of tuning".
 
 Its value is called with each advance."""
 
 
-def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambda _: None)) -> GptqResult:
+def quantize_layers(request: GptqRequest, bar: Bar = lambda *_: nullcontext(lambda _: None)) -> GptqResult:
     """Quantize a model's linear modules by GPTQ, resuming at the last layer that an earlier attempt committed.
 
     Return the plans with the files of the new weights. Raises `CalibrationError` where the model cannot be run layer by
@@ -78,7 +78,7 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda _: nullcontext(lambd
             schemes = request.choice.schemes
             narrow = {name for name in weights.names if scheme(schemes[name]).activations.dtype == "e2m1"}
             task = TuningTask(replicas[0], weights, roundings, folder, request.batches, held_out, reference, narrow)
-            with bar(settings.tuning.steps) as advance:
+            with bar(settings.tuning.steps, "steps of tuning") as advance:
                 tune(task, settings.tuning, advance)
     return read_result(request, folder, unscaled)
 
@@ -104,7 +104,7 @@ def _quantize_by_layers(
     samples = sum(batch.shape[0] for batch in request.batches)
     with (
         torch.inference_mode(),
-        bar(len(replicas[0].walkable.layers) * samples) as advance,
+        bar(len(replicas[0].walkable.layers) * samples, "layer samples") as advance,
         GptqRunner(
             replicas,
             request.batches,

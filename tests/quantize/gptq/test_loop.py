@@ -293,7 +293,7 @@ def test_a_run_that_carries_keys_and_values_on_is_gone_on_with(
 def test_a_bar_counts_the_samples_of_each_layer(models: Models, blocks: torch.Tensor, tmp_path: Path) -> None:
     made, advances, totals = Made(models("llama"), "mxfp4", "quark", tmp_path), list[int](), list[int]()
 
-    def bar(total: int) -> AbstractContextManager[Callable[[int], None]]:
+    def bar(total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
         totals.append(total)
         return nullcontext(advances.append)
 
