@@ -133,7 +133,7 @@ def test_gptq_is_refused_where_its_squares_do_not_fit() -> None:
 def test_weights_to_learn_lie_on_a_device_with_room_for_them_or_in_the_host_s_memory() -> None:
     takes, weights = 30 * 10**9, 16 * 10**9
     assert room.learning_place(takes, weights, "cuda:0", 100 * 10**9) == "cuda:0"
-    assert room.learning_place(takes, weights, "cuda:0", 90 * 10**9) == "cpu", "whatever the host has"
+    assert room.learning_place(takes, weights, "cuda:0", 60 * 10**9) == "cpu", "whatever the host has"
     room.require_learning_room(takes, "cpu", 36 * 10**9)
     with pytest.raises(CalibrationError, match=r"takes 30\.0 GB, and cpu has room for 29\.8 GB: take `tuned"):
         room.require_learning_room(takes, "cpu", 35 * 10**9)
