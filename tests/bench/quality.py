@@ -110,11 +110,9 @@ class Bench:
 
     def command(self, row: Mapping[str, Any], out: Path) -> list[str]:
         """The command line that makes a row's checkpoint."""
-        samples = row.get("samples", self._samples)
-        count = self._calibrate(samples)
+        count = self._calibrate(row.get("samples", self._samples))
         if "peer" in row:
-            texts = self.folder / "words.txt"
-            task = {"device": self.device, "text": str(texts), "batch": _BATCH} | row["task"]
+            task = {"device": self.device, "text": str(self.folder / "words.txt"), "batch": _BATCH} | row["task"]
             peers = Path(__file__).with_name("peers.py")
             return [sys.executable, str(peers), row["peer"], json.dumps(task), str(self.source), str(out)]
         options = ["--device", self.device, "--json", "--no-packing", *shlex.split(row["options"])]

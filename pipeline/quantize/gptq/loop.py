@@ -121,7 +121,7 @@ def _quantize_by_layers(
         for layer in runner:
             if scaling is not None:
                 _scale(runner, layer, scaling, inputs, weights)
-            result = LayerResult()
+            result = LayerResult(learns=settings.tuning is not None and settings.tuning.weights)
             for step in runner.steps(layer):
                 statistics = runner.collect(step)
                 groups = [compensate(group, settings.compensation, reach) for group in weights.groups(statistics)]
@@ -131,8 +131,8 @@ def _quantize_by_layers(
                 del statistics, groups, solutions  # gigabytes, which the next step needs for its own
             if scaling is not None:
                 result.add_scaled(weights, runner.layers[layer], scaling.touched)
-            if settings.tuning is not None and settings.tuning.weights:
-                save_weights(request.work / WEIGHTS, layer, {name: w.cpu() for name, w in result.weights.items()})
+            if result.learns:
+                save_weights(request.work / WEIGHTS, layer, result.weights)
             result.save(folder, layer, inputs.changed)
             inputs.changed.clear()
             runner.finish(layer)

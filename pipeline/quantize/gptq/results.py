@@ -30,21 +30,22 @@ from quantmint.pipeline.quantize.schemes.scheme import Parts
 class LayerResult:
     """Results of a layer until they are written: tensors by "{step}.{role}"; errors, gains and others by step.
 
-    ``weights`` are those before rounding whose rounding can be learned.
+    ``weights`` are those before rounding whose rounding can be learned, on the CPU, where it ``learns``.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     errors: dict[str, Error] = field(default_factory=dict)
     gains: dict[str, Gain] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    learns: bool = False
 
     def add(self, solutions: Sequence[Solution]) -> None:
         """Add the solutions of one of the layer's steps."""
         for solution in solutions:
             self._add(solution.member.step, solution.weight, solution.rounded.parts)
             self.gains[solution.member.step.name] = solution.gain
-            if is_learned(solution.member):
-                self.weights[solution.member.step.name] = solution.weight
+            if self.learns and is_learned(solution.member):
+                self.weights[solution.member.step.name] = solution.weight.cpu()
 
     def add_scaled(self, weights: ModelWeights, layer: str, touched: set[str]) -> None:
         """Add the layer's other tensors among the parameters ``touched`` by scaling, which no solution holds.
