@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from quantmint.calibration.elements import ELEMENT_TYPES
+from quantmint.calibration.elements import ELEMENT_TYPES, ElementType
 from quantmint.calibration.inputs import Rounding
 from quantmint.calibration.lazy import torch
 from quantmint.pipeline.base.schemes import ActivationFormat, MxScales
+from quantmint.pipeline.quantize.gpu.kernels import Launch, gpu_kernel
 from quantmint.pipeline.quantize.schemes.elements import to_nearest
 from quantmint.pipeline.quantize.schemes.scales import FP8_MAX, INT8_MAX, MX_GROUP, NV_GROUP, fp8_scale, global_scale
 
@@ -113,11 +114,15 @@ def round_mx(x: torch.Tensor, dtype: str, mx_scales: MxScales = "even") -> torch
     x = x if x.dtype == torch.bfloat16 else x.float()
     integers, digits = (torch.int16, 7) if x.dtype == torch.bfloat16 else (torch.int32, 23)
     groups = x.reshape(*x.shape[:-1], -1, MX_GROUP)
-    magnitude = groups.view(integers) & torch.iinfo(integers).max
-    # The exponent's field is read as an integer: adding half a step of the mantissa carries into it.
     # The smallest addend that carries from a mantissa above that of the largest element.
     fitting = (1 << digits) - 1 - int((largest / 2.0**element.max_exponent - 1) * (1 << digits))
     carry = fitting if mx_scales == "up" else 1 << (digits - 1 - element.deciding)
+    if dtype != "e4m3" and (launch := _mx_kernel(element, digits, carry, x.device)) is not None:
+        groups, rounded = groups.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        launch(groups.numel() // MX_GROUP, 1, [groups, rounded, groups.numel() // MX_GROUP])
+        return rounded
+    # The exponent's field is read as an integer: adding half a step of the mantissa carries into it.
+    magnitude = groups.view(integers) & torch.iinfo(integers).max
     field = (magnitude.amax(-1, keepdim=True) + carry) >> digits
     field = (field - element.max_exponent).clamp_(min=1)
     scale = (field << digits).view(x.dtype)
@@ -131,6 +136,21 @@ def round_mx(x: torch.Tensor, dtype: str, mx_scales: MxScales = "even") -> torch
     rounded = torch.add(groups, power, alpha=shift).sub_(power, alpha=shift)
     limit = scale * largest
     return rounded.clamp_(-limit, limit).reshape(x.shape)
+
+
+def _mx_kernel(element: ElementType, digits: int, carry: int, device: torch.device) -> Launch | None:
+    """Return the kernel that does the work of `round_mx` on a GPU, for numbers of ``digits`` bits of mantissa."""
+    return gpu_kernel(
+        "round_mx",
+        device,
+        BITS="unsigned short" if digits == 7 else "unsigned int",
+        DIGITS=digits,
+        CARRY=carry,
+        MANTISSA=element.mantissa_bits,
+        LEAST=f"({element.least_exponent})",
+        MOST=element.max_exponent,
+        LARGEST=f"{float(element.largest)}f",
+    )
 
 
 def _by_row(x: torch.Tensor, dtype: str | None, group: int | None) -> torch.Tensor:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import threading
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.gpu.kernels import Launch, gpu_kernel
 from quantmint.pipeline.quantize.schemes.elements import to_nearest
 from quantmint.pipeline.quantize.schemes.scales import MX_GROUP
 from quantmint.pipeline.quantize.schemes.scheme import Grid
@@ -110,6 +112,12 @@ def _recorded(shapes: tuple[tuple[int, ...], ...], grid: Grid, dtype: torch.dtyp
         return graph, inputs, outputs
 
 
+def _kernel(count: int, grid: Grid, device: torch.device) -> Launch | None:
+    """Return the kernel that does the work of `_round_group` for groups of ``count`` columns on a GPU."""
+    limits = {"LOWEST": f"{float(grid.lowest)}f", "LIMIT": f"{float(grid.limit)}f"}
+    return gpu_kernel("round_group", device, COUNT=count, MANTISSA=grid.mantissa, LEAST=f"({grid.least})", **limits)
+
+
 def _round_group(
     columns: torch.Tensor,
     target: torch.Tensor,
@@ -128,6 +136,11 @@ def _round_group(
         assert grid.candidates is not None  # noqa: S101 - a grid of groups has them
         scales = grid.candidates(target, dtype)
     *front, count, rows = columns.shape
+    if (launch := _kernel(count, grid, columns.device)) is not None:
+        rounded, chosen = torch.empty_like(columns), torch.empty_like(scales[..., :1, :])
+        tensors = [tensor.contiguous() for tensor in (columns, target, reach, price, scales)]
+        launch(rows, prod(front), [*tensors, rounded, chosen, rows, scales.shape[-2]])
+        return rounded, chosen
     due, scaled = ((matrix.unsqueeze(-2) / scales.unsqueeze(-3)).flatten(-2) for matrix in (target, columns))
     due = _add_product(due, reach.tril(-1), scaled)  # less what is stored of them, one row after the other
     rounded = torch.empty_like(due)
