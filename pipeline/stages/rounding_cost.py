@@ -1,8 +1,8 @@
 """Seconds that GPTQ and the measurement of sensitivities take, beside the forwards of the model.
 
 Both compute in float32, but for GPTQ's sums of X^T X on a GPU, whose 16-bit products are summed in it: 2 t i^2
-operations for t tokens of i channels. GPTQ factors each sum, and rounds a weight column by column: a column costs the
-launches of a few small kernels, which a GPU replays from a graph.
+operations for t tokens of i channels. GPTQ factors each sum, and rounds a weight column by column: a GPU rounds a
+group of columns in a few small kernels, which it replays from a graph.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _FACTOR_S: Final = 0.1
 _COLUMN_S: Final = 3e-4
 """Of a Hessian's factors, and of a column of a weight; seen on two cores of an AMD EPYC for 256 to 1,536 channels."""
 _GPU_FACTOR_S: Final = 0.02
-_GPU_COLUMN_S: Final = 1.4e-5
-"""The same on a GPU: what the 59.5 s of GPTQ alone of an 8B shape on an H100 leave (docs/notes/measurements.md)."""
+_GPU_COLUMN_S: Final = 0.7e-5
+"""The same on a GPU: what the 43.3 s of GPTQ alone of an 8B shape on an H200 leave (docs/notes/measurements.md)."""
 _STEP_S: Final = 2e-2
 """Of a layer in a step of tuning on a GPU, for the launches of some hundred small kernels."""
 _FORWARDS_OF_A_STEP: Final = 4
