@@ -33,7 +33,8 @@ from quantmint.pipeline.runs.runner import RunOutcome, run_plan
 from quantmint.pipeline.runs.search import as_written, measured, stand_in
 from quantmint.pipeline.runs.session import open_setting
 from quantmint.pipeline.stages.checks import check
-from quantmint.pipeline.stages.quantize import CHECKPOINT, ERRORS, INSPECTION, OVERRIDES, checkpoint_files
+from quantmint.pipeline.stages.inspect import INSPECTION
+from quantmint.pipeline.stages.quantize import CHECKPOINT, ERRORS, OVERRIDES, checkpoint_files
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.sizes import Prediction, model_for, planned_shards, predict
 from quantmint.pipeline.stages.source import config_folder, fetch, repository

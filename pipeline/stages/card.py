@@ -33,7 +33,7 @@ from quantmint.pipeline.serving.running.dialect import SGLANG, dialect_of
 from quantmint.pipeline.serving.sglang import sglang_plan, shown_command
 from quantmint.pipeline.stages.calibrate import set_name, texts_of
 from quantmint.pipeline.stages.gate import checkpoint_digest
-from quantmint.pipeline.stages.quantize import INSPECTION
+from quantmint.pipeline.stages.inspect import INSPECTION
 from quantmint.pipeline.stages.serve import serving_request
 from quantmint.pipeline.stages.setting import Setting, SourceIdentity
 from quantmint.pipeline.stages.source import model_folder

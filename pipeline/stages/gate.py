@@ -29,10 +29,11 @@ from quantmint.pipeline.stages.chat import families, measured_tasks, read_again
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import guessing, read_samples
 from quantmint.pipeline.stages.history import Model, earlier_verdicts
+from quantmint.pipeline.stages.inspect import INSPECTION, reasons_of
 from quantmint.pipeline.stages.kl import read_divergences
 from quantmint.pipeline.stages.layout import read_layout
 from quantmint.pipeline.stages.long_context import read_divergence
-from quantmint.pipeline.stages.quantize import INSPECTION, checkpoint_files, reasons_of
+from quantmint.pipeline.stages.quantize import checkpoint_files
 from quantmint.pipeline.stages.serve import LAUNCH, SIDES
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import model_folder

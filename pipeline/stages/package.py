@@ -69,7 +69,8 @@ from quantmint.pipeline.stages.calibrate import set_name, texts_of
 from quantmint.pipeline.stages.draft import DRAFT_INSPECTION, DraftStage
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.gate import GATE, GateStage, checkpoint_digest
-from quantmint.pipeline.stages.quantize import CHECKPOINT, InspectStage, checkpoint_files
+from quantmint.pipeline.stages.inspect import InspectStage
+from quantmint.pipeline.stages.quantize import CHECKPOINT, checkpoint_files
 from quantmint.pipeline.stages.report import ReportStage
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import LOCATION, model_folder

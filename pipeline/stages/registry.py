@@ -11,12 +11,13 @@ from quantmint.pipeline.stages.canary import CanaryStage
 from quantmint.pipeline.stages.draft import DraftStage
 from quantmint.pipeline.stages.evaluate import ControlStage, EvaluateStage
 from quantmint.pipeline.stages.gate import GateStage
+from quantmint.pipeline.stages.inspect import InspectStage
 from quantmint.pipeline.stages.kl import KlStage
 from quantmint.pipeline.stages.layout import LayoutStage
 from quantmint.pipeline.stages.long_context import LongContextStage
 from quantmint.pipeline.stages.package import PackageStage, SignStage
 from quantmint.pipeline.stages.publish import PublishStage
-from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
+from quantmint.pipeline.stages.quantize import QuantizeStage
 from quantmint.pipeline.stages.reasoning import ReasoningStage
 from quantmint.pipeline.stages.report import ReportStage
 from quantmint.pipeline.stages.sensitivity import SensitivityStage

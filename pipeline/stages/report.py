@@ -32,7 +32,7 @@ from quantmint.pipeline.stages.chat import measured_tasks
 from quantmint.pipeline.stages.estimate import Estimate
 from quantmint.pipeline.stages.evaluate import ANSWERS
 from quantmint.pipeline.stages.gate import GATE
-from quantmint.pipeline.stages.quantize import INSPECTION
+from quantmint.pipeline.stages.inspect import INSPECTION
 from quantmint.pipeline.stages.sensitivity import KEY, read_groups
 from quantmint.pipeline.stages.serve import LAUNCH, SIDES
 from quantmint.pipeline.stages.setting import Setting

@@ -203,7 +203,7 @@ def test_what_was_begun_is_ended_as_it_is_asked_for_now(
 ) -> None:
     """Another source or scheme than before an interruption: by fingerprint, nothing of the other is mixed in."""
     with monkeypatch.context() as patched:
-        patched.setattr("quantmint.pipeline.stages.quantize.InspectStage.run", interrupted)
+        patched.setattr("quantmint.pipeline.stages.inspect.InspectStage.run", interrupted)
         assert quantmint("quantize", copied, "out", "--scheme", "ptpc_fp8").code == 130
     assert not Path("out/config.json").exists()
     change_a_weight(copied)
@@ -250,7 +250,7 @@ def test_an_unsound_checkpoint_never_gets_its_configuration(
     from quantmint.pipeline.quantize.inspection.findings import Inspection, InspectionFinding
 
     found = Inspection("compressed-tensors", (InspectionFinding("zero", "a.weight", "is all zero"),), (), {}, 14)
-    monkeypatch.setattr("quantmint.pipeline.stages.quantize.inspect_checkpoint", lambda *_, **__: found)
+    monkeypatch.setattr("quantmint.pipeline.stages.inspect.inspect_checkpoint", lambda *_, **__: found)
     for _ in range(2):
         ended = quantmint("quantize", source, "out", "--scheme", "ptpc_fp8")
         assert ended.code == 1

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from quantmint.pipeline.quantize.digest import file_digests
 from quantmint.pipeline.runs import planner
-from quantmint.pipeline.stages.quantize import InspectStage, QuantizeStage
+from quantmint.pipeline.stages.inspect import InspectStage
+from quantmint.pipeline.stages.quantize import QuantizeStage
 from quantmint.pipeline.stages.setting import Setting
 from quantmint.pipeline.stages.source import LOCATION, model_folder
 from quantmint.pipeline.stages.stage import Job, Output, Stage, write_json

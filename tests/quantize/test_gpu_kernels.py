@@ -9,6 +9,7 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,20 @@ def test_a_group_of_columns_is_rounded_to_the_same_numbers(
     assert torch.equal(found[1], expected[1])
     assert torch.equal(found[0], expected[0])
     assert len(found[0].unique()) > 10
+
+
+def test_without_a_compiler_pytorch_does_the_work_and_a_warning_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("libnvrtc.so: cannot open shared object file")
+
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", fail)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    kernels._compiled.cache_clear()
+    device = torch.device("cuda:0")
+    assert [kernels.gpu_kernel("round_mx", device, DIGITS=7) for _ in range(2)] == [None, None]
+    kernels._compiled.cache_clear()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "round_mx cannot be compiled (libnvrtc.so: cannot open" in caplog.text
+    assert kernels.gpu_kernel("round_mx", torch.device("cpu")) is None

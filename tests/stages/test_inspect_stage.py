@@ -13,7 +13,7 @@ import pytest
 
 from quantmint.pipeline.base.errors import InspectionError
 from quantmint.pipeline.runs.session import open_setting
-from quantmint.pipeline.stages.quantize import InspectStage
+from quantmint.pipeline.stages.inspect import InspectStage
 from quantmint.pipeline.stages.stage import Job
 
 

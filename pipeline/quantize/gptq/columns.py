@@ -79,7 +79,7 @@ def _replay_group(
     grid: Grid,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `_round_group` as a CUDA graph: a GPU runs some hundred small kernels faster than a CPU launches them.
+    """Run `_round_group` as a CUDA graph: a GPU runs small kernels faster than a CPU launches them.
 
     The results are overwritten by the next call with the same shapes.
     """

@@ -49,6 +49,8 @@ def _compiled(name: str, device: int, defined: tuple[tuple[str, str | float], ..
         return None
 
     def launch(threads: int, weights: int, arguments: Sequence[Any]) -> None:
+        if not threads:
+            return
         with torch.cuda.device(device):
             kernel(grid=(-(-threads // _THREADS), weights, 1), block=(_THREADS, 1, 1), args=list(arguments))
 
