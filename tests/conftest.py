@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
     from quantmint.pipeline.quantize.engines.stream.shard import WrittenShard
     from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
-    from quantmint.pipeline.quantize.formats.layout import Choice
+    from quantmint.pipeline.quantize.formats.choice import Choice
     from quantmint.pipeline.quantize.model.structure import Structure
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -194,7 +194,7 @@ def _make(
     )
     from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-    from quantmint.pipeline.quantize.formats.layout import Choice
+    from quantmint.pipeline.quantize.formats.choice import Choice
     from quantmint.pipeline.quantize.model.reader import read_structure
 
     source = open_checkpoint(folder)

@@ -22,7 +22,7 @@ from quantmint.pipeline.quantize.engines.algorithms import algorithm
 from quantmint.pipeline.quantize.engines.libraries.job import LibraryJob, require_memory, save_samples
 from quantmint.pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.quantization import Quantization

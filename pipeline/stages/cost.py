@@ -20,7 +20,7 @@ from quantmint.calibration.room import Mode, Need, decide, forward_bytes
 from quantmint.pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardPlan
 from quantmint.pipeline.quantize.engines.stream.schedule import CPU_PIECE, GPU_PIECE, open_files, workers_of
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, TensorInfo
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.gptq.latents import STATE_BYTES, has_groups
 from quantmint.pipeline.quantize.gptq.solver import SUPPORTED
 from quantmint.pipeline.quantize.gptq.tuning import tuning_bytes

@@ -28,7 +28,7 @@ from quantmint.pipeline.quantize.engines.stream.engine import (
 )
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.gptq.latents import LATENT_BYTES
 from quantmint.pipeline.quantize.gptq.loop import quantize_layers
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings, Tuning

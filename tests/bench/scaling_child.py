@@ -45,7 +45,7 @@ def drive(order: dict[str, Any]) -> dict[str, Any]:
     from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
     from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
     from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-    from quantmint.pipeline.quantize.formats.layout import Choice
+    from quantmint.pipeline.quantize.formats.choice import Choice
     from quantmint.pipeline.quantize.model.reader import read_structure
 
     found: dict[str, Any] = {}

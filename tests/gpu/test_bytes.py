@@ -15,7 +15,7 @@ from quantmint.pipeline.quantize import rounding
 from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, Written, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.gptq import columns, solver
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.reader import read_structure

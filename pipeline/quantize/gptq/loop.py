@@ -32,7 +32,7 @@ from quantmint.calibration.room import (
     require_rounding_room,
 )
 from quantmint.pipeline.base.schemes import scheme
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.gptq.compensation import compensate
 from quantmint.pipeline.quantize.gptq.latents import latent_bytes, save_weights, step_bytes
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quantmint.pipeline.base.schemes import MxScales
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.model.structure import Structure
 
 if TYPE_CHECKING:

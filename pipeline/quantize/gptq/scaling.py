@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica
 from quantmint.pipeline.base.schemes import scheme
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.gptq.folds import Fold, study
 from quantmint.pipeline.quantize.gptq.runner import InputSample
 from quantmint.pipeline.quantize.gptq.solver import in_tf32

@@ -17,7 +17,7 @@ from quantmint.calibration.replica import Replica, sources
 from quantmint.pipeline.base.errors import StageError
 from quantmint.pipeline.base.schemes import MxScales, activations_on
 from quantmint.pipeline.quantize.engines.stream.plan import Step
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.gptq.runner import InputRoundings
 from quantmint.pipeline.quantize.gptq.solver import SUPPORTED
 from quantmint.pipeline.quantize.model.experts import expert_slice

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from quantmint.pipeline.base.errors import UserError, did_you_mean
 from quantmint.pipeline.base.schemes import scheme as scheme_row
-from quantmint.pipeline.quantize.formats.layout import Choice, most_frequent
+from quantmint.pipeline.quantize.formats.choice import Choice, most_frequent
 from quantmint.pipeline.quantize.model.encodings import DECODED
 from quantmint.pipeline.quantize.model.kinds import kind_of
 from quantmint.pipeline.quantize.model.stored import stored_schemes

@@ -25,7 +25,7 @@ from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.engines.stream.schedule import Order
 from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.model.reader import read_structure
 from tests.bench.model import Shape, write_model
 from tests.clusters.ray.conftest import ROOT, Nodes, Told

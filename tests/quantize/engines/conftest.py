@@ -17,7 +17,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import (
     open_checkpoint,
     tensor_bytes,
 )
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.structure import Structure
 

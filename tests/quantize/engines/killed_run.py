@@ -21,7 +21,7 @@ import torch  # noqa: F401  (imported once, before the forks)
 from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.structure import Structure
 

@@ -15,7 +15,8 @@ from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, scale_ranges, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice, layout
+from quantmint.pipeline.quantize.formats.choice import Choice
+from quantmint.pipeline.quantize.formats.layout import layout
 from quantmint.pipeline.quantize.inspection.inspect import Expectations, inspect_checkpoint
 from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.schemes.scales import fp8_scale

@@ -15,7 +15,7 @@ from quantmint.calibration.observers import Observation
 from quantmint.calibration.replica import load_resident
 from quantmint.pipeline.quantize.engines.stream.engine import scale_ranges
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.schemes.scales import fp8_scale
 from tests.measuring import observe

@@ -16,7 +16,8 @@ from quantmint.pipeline.quantize.digest import template_digest
 from quantmint.pipeline.quantize.engines.stream import worker
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, encode_header, open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice, layout
+from quantmint.pipeline.quantize.formats.choice import Choice
+from quantmint.pipeline.quantize.formats.layout import layout
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.fp8 import ptpc_fp8
 from quantmint.pipeline.quantize.schemes.scales import fp8_scale

@@ -18,7 +18,7 @@ from quantmint.pipeline.quantize.engines.stream import schedule
 from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, Written, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.inspection.numbers import compare
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.structure import Structure

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.base.schemes import table
 from quantmint.pipeline.quantize.formats.checkpoint import tensor_bytes
-from quantmint.pipeline.quantize.formats.layout import Choice, layout, layout_of, stores, weight_tensors
+from quantmint.pipeline.quantize.formats.choice import Choice
+from quantmint.pipeline.quantize.formats.layout import layout, layout_of, stores, weight_tensors
 
 Golden = Callable[[str], dict[str, Any]]
 

@@ -18,7 +18,7 @@ from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
 from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, write_checkpoint
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.gptq.loop import quantize_layers
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings
 from quantmint.pipeline.quantize.gptq.runner import GptqRunner

@@ -11,7 +11,7 @@ import pytest
 
 from quantmint.pipeline.quantize.engines.stream.plan import plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.model.imagination import imagine
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.calibration import Calibration

@@ -19,7 +19,8 @@ from quantmint.calibration.lazy import torch
 from quantmint.eval.report.numbers import size
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, tensor_bytes
-from quantmint.pipeline.quantize.formats.layout import Choice, layout, most_frequent, weight_tensors
+from quantmint.pipeline.quantize.formats.choice import Choice, most_frequent
+from quantmint.pipeline.quantize.formats.layout import layout, weight_tensors
 from quantmint.pipeline.quantize.model.builder import meta_model
 from quantmint.pipeline.quantize.model.structure import Structure
 

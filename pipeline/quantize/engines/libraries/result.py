@@ -24,7 +24,8 @@ from quantmint.pipeline.quantize.formats.checkpoint import (
     open_checkpoint,
     read_header,
 )
-from quantmint.pipeline.quantize.formats.layout import Choice, layout, layout_of
+from quantmint.pipeline.quantize.formats.choice import Choice
+from quantmint.pipeline.quantize.formats.layout import layout, layout_of
 from quantmint.pipeline.quantize.inspection.findings import check_structure
 from quantmint.pipeline.quantize.model.builder import meta_model
 from quantmint.pipeline.quantize.model.structure import Structure

@@ -28,7 +28,8 @@ from quantmint.pipeline.quantize.engines.stream.plan import STATIC_ROLES, ShardP
 from quantmint.pipeline.quantize.engines.stream.schedule import Order, WriteShards, write_shards
 from quantmint.pipeline.quantize.engines.stream.shard import PARTIAL_SUFFIX, WrittenShard
 from quantmint.pipeline.quantize.formats.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, torch_dtype
-from quantmint.pipeline.quantize.formats.layout import Choice, layout
+from quantmint.pipeline.quantize.formats.choice import Choice
+from quantmint.pipeline.quantize.formats.layout import layout
 from quantmint.pipeline.quantize.inspection.numbers import Error
 from quantmint.pipeline.quantize.schemes.scales import fp8_scale, global_scale
 from quantmint.pipeline.store.disk import write_atomic

@@ -21,7 +21,8 @@ from pathlib import Path
 from quantmint.calibration.encodings import Encoded, plain_name
 from quantmint.pipeline.base.errors import UserError
 from quantmint.pipeline.quantize.formats.checkpoint import ITEM_BITS, Checkpoint, TensorInfo, encode_header
-from quantmint.pipeline.quantize.formats.layout import Choice, StoredTensor, layout, weight_tensors
+from quantmint.pipeline.quantize.formats.choice import Choice
+from quantmint.pipeline.quantize.formats.layout import StoredTensor, layout, weight_tensors
 from quantmint.pipeline.quantize.model.experts import WeightSource
 from quantmint.pipeline.quantize.model.outcomes import stores_as
 from quantmint.pipeline.quantize.model.source import divided, is_bias_stack, whole_tensor

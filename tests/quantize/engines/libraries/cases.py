@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from quantmint.pipeline.quantize.engines.algorithms import recorded_algorithms
 from quantmint.pipeline.quantize.engines.libraries.result import adopt, differences, names_on_disk
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.recipe.quantization import Quantization

@@ -10,7 +10,7 @@ import pytest
 
 from quantmint.pipeline.quantize.engines.libraries.job import LibraryJob, save_samples
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, open_checkpoint
-from quantmint.pipeline.quantize.formats.layout import Choice
+from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.model.reader import read_structure
 from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
