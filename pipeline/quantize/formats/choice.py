@@ -1,4 +1,4 @@
-"""What of a model is quantized, in which scheme, and by which names servers are told."""
+"""The choice of what is quantized in a model: schemes, exceptions, and the names by which servers are told."""
 
 from __future__ import annotations
 
