@@ -118,8 +118,8 @@ def round_mx(x: torch.Tensor, dtype: str, mx_scales: MxScales = "even") -> torch
     fitting = (1 << digits) - 1 - int((largest / 2.0**element.max_exponent - 1) * (1 << digits))
     carry = fitting if mx_scales == "up" else 1 << (digits - 1 - element.deciding)
     if dtype != "e4m3" and (launch := _mx_kernel(element, digits, carry, x.device)) is not None:
-        groups, rounded = groups.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        launch(groups.numel() // MX_GROUP, 1, [groups, rounded, groups.numel() // MX_GROUP])
+        rounded, count = torch.empty_like(x, memory_format=torch.contiguous_format), x.numel() // MX_GROUP
+        launch(count, 1, [groups.contiguous(), rounded, count])
         return rounded
     # The exponent's field is read as an integer: adding half a step of the mantissa carries into it.
     magnitude = groups.view(integers) & torch.iinfo(integers).max

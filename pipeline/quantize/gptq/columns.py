@@ -102,7 +102,7 @@ def _recorded(shapes: tuple[tuple[int, ...], ...], grid: Grid, dtype: torch.dtyp
         inputs = [torch.ones(shape, device=device) for shape in shapes]
         columns, target, reach, price, *fixed = inputs
         arguments = (columns, target, reach, price, fixed[0] if fixed else None, grid, dtype)
-        _round_group(*arguments)  # once before, when libraries take the memory that they work in
+        _round_group(*arguments)  # once before: libraries take the memory that they work in, kernels are compiled
         graph = torch.cuda.CUDAGraph()
         # On a stream of the device: the default one of all graphs is the first device's. Other threads read the next
         # layer's weights meanwhile, and compute on other devices.

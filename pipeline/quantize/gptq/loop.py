@@ -9,7 +9,7 @@ their kernels, and named. Experts are not compensated: in the reference model th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -103,7 +103,6 @@ def _quantize_by_layers(
     states = activations_for(devices, need, host_bytes(request.activation_bytes), request.work / _STATES)
     reach = partial(_reach, request.choice)
     samples = sum(batch.shape[0] for batch in request.batches)
-    saved: Future[None] | None = None
     with (
         torch.inference_mode(),
         bar(len(replicas[0].walkable.layers) * samples, "layer samples") as advance,
@@ -121,6 +120,7 @@ def _quantize_by_layers(
         runner.reads_ahead = reads_ahead
         runner.record()
         held_out = [] if settings.tuning is None else runner.hold_out(settings.tuning.held_out)
+        saved = saver.submit(lambda: None)
         for layer in runner:
             if scaling is not None:
                 _scale(runner, layer, scaling, inputs, weights)
@@ -136,13 +136,11 @@ def _quantize_by_layers(
                 result.add_scaled(weights, runner.layers[layer], scaling.touched)
             if result.learns:
                 save_weights(request.work / WEIGHTS, layer, result.weights)
-            if saved is not None:
-                saved.result()
+            saved.result()
             saved = saver.submit(result.save, folder, layer, dict(inputs.changed))
             inputs.changed.clear()
             runner.finish(layer, saved.result)  # which commits no layer whose file is not on the disk
-        if saved is not None:
-            saved.result()
+        saved.result()
         return held_out, runner.reference_states() if held_out else []
 
 

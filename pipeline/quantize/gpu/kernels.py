@@ -23,7 +23,8 @@ _COMPILING = threading.Lock()
 def gpu_kernel(name: str, device: torch.device, **defined: str | float) -> Launch | None:
     """Return the kernel ``name`` for a GPU with its names ``defined``; None for a CPU, and where it cannot be compiled.
 
-    A warning says once that it cannot; PyTorch's own operations give the same numbers in more time.
+    A warning says once that it cannot. PyTorch's own operations do the same work in more time; where they sum in
+    another order, last bits differ.
     """
     if device.type != "cuda":
         return None
