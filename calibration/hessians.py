@@ -18,7 +18,7 @@ from quantmint.calibration.hooks import EarlyStop, entering, following, precedin
 from quantmint.calibration.inputs import InputRounder, Rounding
 from quantmint.calibration.lazy import torch
 
-_BLOCKS = 4  # of rows of X^T X: what lies left of the diagonal's block is computed in none of them
+_BLOCKS = 4  # of rows of X^T X, whose products take memory; what lies left of the diagonal's block need not be computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ class InputStatistics:
         The cross term stays that of the other rows.
         """
         for part in self.held_out:
-            _add_product(self.hessian, part.inputs, part.inputs)
+            for rows, inputs in zip(self.hessian.chunk(_BLOCKS), part.inputs.chunk(_BLOCKS, 1), strict=True):
+                _add_product(rows, inputs, part.inputs)
         return replace(self, held_out=())
 
     def to(self, device: str) -> InputStatistics:

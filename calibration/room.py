@@ -79,13 +79,13 @@ def rounding_bytes(shapes: Iterable[tuple[int, int]]) -> int:
 
     What layers and a forward take is not counted. In float32: rounding takes two squares of [I, I], the Hessian and its
     factor, and fourteen times the rows that are rounded at a time (13.6 were measured on a GPU, with three scales to
-    choose from), beside the weight and its target in 16 bit. Before it, the Hessian is decomposed in four squares,
-    beside five times the weight where it compensates.
+    choose from), beside the weight and its target in 16 bit. Before it, the Hessian is decomposed in two squares, beside
+    five times the weight where it compensates.
     """
 
     def of(rows: int, columns: int) -> int:
         square, numbers = columns * columns, rows * columns
-        return 4 * max(2 * square + 14 * min(numbers, ROUNDED_AT_A_TIME) + 2 * numbers, 4 * square + 5 * numbers)
+        return 4 * max(2 * square + 14 * min(numbers, ROUNDED_AT_A_TIME) + 2 * numbers, 2 * square + 5 * numbers)
 
     return max((of(*shape) for shape in shapes), default=0)
 
@@ -169,11 +169,14 @@ def decide(
 def free_bytes(device: str) -> int:
     """Return the bytes of memory that can still be allocated on a device; on a CPU within the control groups' limits.
 
-    Memory that PyTorch's allocator holds unused on a GPU counts as free.
+    Memory that PyTorch's allocator holds unused on a GPU counts as free. A share of the GPU that the process is limited
+    to (``PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.5``) is obeyed.
     """
     if torch.device(device).type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + cached
+        allocated = torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        return min(int(free) + torch.cuda.memory_reserved(device) - allocated, limit - allocated)
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     within_limits = memory_left()

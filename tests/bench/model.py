@@ -62,6 +62,7 @@ SHAPES = {
     "2gb": Shape(hidden=2048, intermediate=5632, heads=16, kv_heads=8, gigabytes=2.0),
     "8b": Shape(hidden=4096, intermediate=14336, heads=32, kv_heads=8, gigabytes=14.5),
     "70b": Shape(hidden=8192, intermediate=28672, heads=64, kv_heads=8, gigabytes=137.0),
+    "405b": Shape(hidden=16384, intermediate=53248, heads=128, kv_heads=8, gigabytes=811.0),
     "tiny": Shape(hidden=256, intermediate=512, heads=4, kv_heads=2, gigabytes=0.04),
 }
 

@@ -90,6 +90,8 @@ def oneshot(task: dict[str, Any], source: str, destination: str) -> Work:
 def quark(task: dict[str, Any], source: str, destination: str) -> Work:
     import torch
     from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+    from quark.torch.algorithm.api import blockwise_tuning_algo
+    from quark.torch.algorithm.config import BlockwiseTuningConfig
     from quark.torch.utils.llm.model_preparation import preprocess_for_quantization
     from transformers import AutoModelForCausalLM
 
@@ -100,13 +102,21 @@ def quark(task: dict[str, Any], source: str, destination: str) -> Work:
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(task["device"])
         preprocess_for_quantization(model)
         batches = list(torch.tensor(_ids(task), device=task["device"]).split(task["batch"]))
-        model = ModelQuantizer.freeze(ModelQuantizer(config).quantize_model(model, batches))
+        model = ModelQuantizer(config).quantize_model(model, batches)
+        if blockwise:
+            original: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(task["device"])
+            tuning = BlockwiseTuningConfig(model_decoder_layers="model.layers", trainable_modules=["proj"])
+            model = blockwise_tuning_algo(original, model, tuning, is_accelerate=False, dataloader=batches)
+        model = ModelQuantizer.freeze(model)
         with torch.no_grad():
             export_safetensors(model, destination)
 
-    template = LLMTemplate.get("llama")
+    template, algorithm = LLMTemplate.get("llama"), task.get("algorithm")
+    blockwise = algorithm == "blockwise"  # which is no algorithm of the template's, and comes after them
     config: Any = template.get_config(
-        task["scheme"], algorithm=task.get("algorithm"), kv_cache_scheme="fp8" if task.get("kv_cache") else None
+        task["scheme"],
+        algorithm=None if blockwise else algorithm,
+        kv_cache_scheme="fp8" if task.get("kv_cache") else None,
     )
     if not task["text"]:
         return from_file

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quantmint.calibration.lazy import torch
+from quantmint.pipeline.quantize.gptq.decomposition import decompose, solved
 from quantmint.pipeline.quantize.gptq.solver import in_tf32
 from quantmint.pipeline.quantize.gptq.weights import InputGroup, Member
 
@@ -37,7 +38,9 @@ def compensate(group: InputGroup, strength: float, reach: Callable[[Member], flo
     rows = list(map(len, group.weights))
     stacked, probe = torch.cat(group.weights).float(), statistics.held_out_inputs()
     with in_tf32():
-        change = least_squares_change(statistics.hessian, statistics.cross_term(stacked))
+        cross = statistics.cross_term(stacked)
+    change = least_squares_change(statistics.hessian, cross)
+    with in_tf32():
         shares = supported_shares(probe @ change.t(), statistics.held_out_errors(stacked), rows, strength)
     pieces = zip(
         group.members, group.weights, torch.split(stacked, rows), torch.split(change, rows), shares, strict=True
@@ -63,10 +66,7 @@ def least_squares_change(hessian: torch.Tensor, cross: torch.Tensor) -> torch.Te
     """
     matrix = hessian.clone()
     matrix.diagonal().add_(_RIDGE * matrix.diagonal().mean())
-    lower, info = torch.linalg.cholesky_ex(matrix)
-    if int(info) or not bool(lower.isfinite().all()):
-        return torch.zeros_like(cross).t()
-    return torch.cholesky_solve(cross, lower).t()
+    return solved(matrix, cross).t() if decompose(matrix) else torch.zeros_like(cross).t()
 
 
 def supported_shares(products: torch.Tensor, errors: torch.Tensor, rows: Sequence[int], most: float) -> list[float]:

@@ -25,6 +25,7 @@ from quantmint.calibration.lazy import torch
 from quantmint.calibration.room import ROUNDED_AT_A_TIME
 from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
 from quantmint.pipeline.quantize.gptq.columns import round_columns
+from quantmint.pipeline.quantize.gptq.decomposition import decompose, is_finite
 from quantmint.pipeline.quantize.schemes.registry import KERNELS
 from quantmint.pipeline.quantize.schemes.scales import amax
 from quantmint.pipeline.quantize.schemes.scheme import Grid, Kernel
@@ -130,7 +131,7 @@ def factorize(hessian: torch.Tensor, kernel: Kernel, *, dampening: float = 0.01,
     group = _grid(kernel).group
     diagonal = hessian.diagonal()
     mean, none = diagonal.mean(), hessian.new_empty(0)
-    if not bool(hessian.isfinite().all()):
+    if not is_finite(hessian):
         return Factor(hessian, none, none, none, "the Hessian of its inputs is not finite")
     if not bool(mean > 0):
         return Factor(hessian, none, none, none, "nothing but zeros came in")
@@ -139,14 +140,10 @@ def factorize(hessian: torch.Tensor, kernel: Kernel, *, dampening: float = 0.01,
     order = (groups.unsqueeze(1) * group + inside[groups]).view(-1)
     if not ordered:
         order = torch.arange(len(order), device=order.device)
-    backwards = order.flip(0)
     for share in (dampening, 10 * dampening, 100 * dampening):
-        matrix = hessian[backwards][:, backwards]
-        matrix.diagonal().add_(share * mean)
-        lower, info = torch.linalg.cholesky_ex(matrix)
-        if not int(info) and bool(lower.isfinite().all()):
-            # Of the matrix read from its end, read from its end: R, whose columns are the rows here.
-            reach = lower.flip(0, 1).t().contiguous()
+        reach = _reordered(hessian, order)
+        reach.diagonal().add_(share * mean)
+        if decompose(reach):
             price = reach.diagonal().clone()
             return Factor(hessian, order, reach.div_(price.unsqueeze(1)), price.square_())
     return Factor(hessian, none, none, none, "the Hessian of its inputs cannot be decomposed")
@@ -319,6 +316,14 @@ def _choose(tried: _Try, *, kernel: Kernel) -> RoundedWeight:
             chosen = torch.where(better.unsqueeze(-1), part.view(torch.uint8), nearest.view(torch.uint8))
             parts[role] = chosen.view(part.dtype)
     return RoundedWeight(parts, before, torch.where(better, costs, nearest_costs))
+
+
+def _reordered(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return a matrix [I, I] with its rows and its columns in an ``order`` [I], beside which little memory is taken."""
+    reordered = torch.empty_like(matrix)
+    for rows, numbers in zip(reordered.split(_ROWS), order.split(_ROWS), strict=True):
+        rows.copy_(matrix[numbers][:, order])
+    return reordered
 
 
 def _grid(kernel: Kernel) -> Grid:
