@@ -52,6 +52,38 @@ class _Mapping:
     items: Mapping[Any, Any]
 
 
+class _Arguments:
+    """Arguments of a call, with ``states`` and ``cache`` in the place of placeholders.
+
+    ``mappings`` are those that were made for the layer to write into, by number, and ``before`` their first items. A
+    function that calls itself would keep the states until the garbage collector comes.
+    """
+
+    def __init__(self, states: States, cache: Any) -> None:
+        self._states, self._cache = states, cache
+        self.mappings: dict[int, MutableMapping[Any, Any]] = {}
+        self.before: dict[int, Mapping[Any, Any]] = {}
+
+    def filled(self, value: Any) -> Any:
+        """Return an argument with its placeholders filled, and tensors on the device of the states."""
+        if value is _HIDDEN:
+            return self._states.hidden
+        if value is _CACHE:
+            return self._cache
+        if isinstance(value, torch.Tensor):
+            return value.to(self._states.hidden.device)
+        if isinstance(value, tuple):
+            return tuple(map(self.filled, value))
+        if isinstance(value, _Result):
+            return self._states.carried.get(_name("result", value.position))
+        if isinstance(value, _Mapping):
+            if value.number not in self.mappings:
+                before = self.before[value.number] = {key: self.filled(item) for key, item in value.items.items()}
+                self.mappings[value.number] = value.kind({**before, **_items(self._states.carried, value.number)})
+            return self.mappings[value.number]
+        return value
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Recorded arguments of one layer for one batch, with placeholders for hidden states, cache and carried values.
@@ -73,29 +105,11 @@ class Call:
         Raises `NotReplayableError` if the layer does not return hidden states, or hands on anything but tensors, and
         `CalibrationError` if transformers cannot run it.
         """
-        filled: dict[int, MutableMapping[Any, Any]] = {}
-        first: dict[int, Mapping[Any, Any]] = {}
-
-        def fill(value: Any) -> Any:
-            if value is _HIDDEN:
-                return states.hidden
-            if value is _CACHE:
-                return cache
-            if isinstance(value, torch.Tensor):
-                return value.to(states.hidden.device)
-            if isinstance(value, tuple):
-                return tuple(map(fill, value))
-            if isinstance(value, _Result):
-                return states.carried.get(_name("result", value.position))
-            if isinstance(value, _Mapping):
-                if value.number not in filled:
-                    first[value.number] = {key: fill(item) for key, item in value.items.items()}
-                    carried = _items(states.carried, value.number)
-                    filled[value.number] = value.kind({**first[value.number], **carried})
-                return filled[value.number]
-            return value
-
-        args, kwargs = tuple(map(fill, self.args)), {name: fill(value) for name, value in self.kwargs.items()}
+        arguments = _Arguments(states, cache)
+        args, kwargs = (
+            arguments.filled(self.args),
+            {name: arguments.filled(value) for name, value in self.kwargs.items()},
+        )
         with running(f"a {type(layer).__name__}"):
             returned = layer(*args, **kwargs)
         hidden, *more = returned if isinstance(returned, tuple | list) else (returned,)
@@ -106,9 +120,10 @@ class Call:
             value = more[position - 1] if position <= len(more) else None
             if value is not None:
                 carried[_name("result", position)] = _tensor(value)
-        for number in self.mappings & filled.keys():
-            for key, value in filled[number].items():
-                if key not in first[number] or value is not first[number][key]:
+        for number in self.mappings & arguments.mappings.keys():
+            before = arguments.before[number]
+            for key, value in arguments.mappings[number].items():
+                if key not in before or value is not before[key]:
                     carried |= _flat(number, key, value)
         return States(hidden, carried)
 

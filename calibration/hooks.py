@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from traceback import clear_frames
 from typing import Any
 
 from quantmint.calibration.lazy import torch
@@ -305,8 +306,12 @@ class EarlyStop:
         if not self._awaited:
             raise _ForwardEnded
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        return kind is _ForwardEnded
+    def __exit__(self, kind: type[BaseException] | None, ended: BaseException | None, trace: Any) -> bool:
+        if kind is not _ForwardEnded or ended is None:
+            return False
+        clear_frames(trace)  # whose tensors, gigabytes, would wait for the garbage collector
+        ended.__traceback__ = None
+        return True
 
 
 class _ForwardEnded(Exception):  # noqa: N818 - nothing is wrong, and `EarlyStop` alone sees it

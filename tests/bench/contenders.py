@@ -41,19 +41,21 @@ BASELINES: Mapping[str, str] = {
 }
 """What no case changes."""
 _PEERS = Path(__file__).with_name("peers.py")
+_LIMITED = Path(__file__).with_name("limited.py")
 _BATCH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """One thing to make: ``case`` of `CASES` on ``device``, calibrated on the lines of a file of ``words``, each of
-    which is a sample of ``length`` tokens."""
+    which is a sample of ``length`` tokens. ``gpu_memory`` are the GB of a GPU that ours may take."""
 
     case: str
     device: str
     words: Path
     samples: int
     length: int
+    gpu_memory: float | None = None
 
     @property
     def calibrated(self) -> bool:
@@ -94,7 +96,8 @@ def command(contender: str, task: Task, source: Path, destination: Path) -> list
         case "quark":
             name, scheme = "quark", QUARK[task.case]
         case _:
-            return [python, "-m", "quantmint", "quantize", *folders, *_options(contender, task)]
+            ours = ["-m", "quantmint"] if task.gpu_memory is None else [str(_LIMITED), str(task.gpu_memory)]
+            return [python, *ours, "quantize", *folders, *_options(contender, task)]
     text = str(task.words) if task.calibrated else None
     algorithm = "gptq" if task.case == "mxfp4_gptq" else None
     order = {"scheme": scheme, "algorithm": algorithm, "device": task.device, "text": text, "batch": _BATCH}

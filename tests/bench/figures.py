@@ -130,7 +130,8 @@ def line(part: str, found: Mapping[str, Any]) -> str:
         return f"{name} {found['why_not']}"
     told = ", ".join(f"{what} {seconds:.2f}" for what, seconds in found["seconds"].items())
     later = f", later to the disk {found['later']:.2f}" if "later" in found else ""
-    return f"{name} {found['wall']:6.2f} s, CPU {found['cpu']:.1f} s, {found['rss'] / 1e6:,.0f} MB: {told}{later}"
+    gpu = f", {found['gpu_gb']:.1f} GB of the GPU" if "gpu_gb" in found else ""
+    return f"{name} {found['wall']:6.2f} s, CPU {found['cpu']:.1f} s, {found['rss'] / 1e6:,.0f} MB{gpu}: {told}{later}"
 
 
 def _crowd(found: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@
     python -m tests.bench.quantize --shape 270m --rounds 1 --only ptpc_fp8 --contenders cp,quantmint
     python -m tests.bench.quantize --shape 8b --device cuda:0 --json h100.json --plot h100.svg
     python -m tests.bench.quantize --only mxfp4 --contenders quantmint --beside 8
+    python -m tests.bench.quantize --shape 8b --device cuda:0 --only mxfp4_gptq --contenders quantmint --gpu-memory 24
 
 A Llama of random weights is written to a temporary folder. Then each contender's command line makes a checkpoint of it
 and is timed from its start to its exit, with the source in the page cache, and in turns that start with another
@@ -18,6 +19,7 @@ from __future__ import annotations
 import compileall
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,7 +52,7 @@ class Bench:
 
     def task(self, case: str) -> Task:
         result = self.result
-        return Task(case, result["device"], self.words, result["samples"], result["length"])
+        return Task(case, result["device"], self.words, result["samples"], result["length"], result["gpu_memory"])
 
     def prepare(self, chosen: list[str]) -> None:
         """Bring what is started into the state of a machine that it was started on before: compiled, in the page cache,
@@ -96,6 +98,8 @@ class Bench:
                 continue
             run["wall"] = run["ended"] - run["begun"]
             run["seconds"] = _seconds_told(Path(f"{out}.stdout"))
+            if taken := re.search(r"GPU memory: ([\d.]+) GB", Path(f"{out}.stderr").read_text(errors="replace")):
+                run["gpu_gb"] = float(taken[1])
             if out.is_dir():
                 run["later"] = flush(out)
                 run["made_gb"] = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) / 1e9
@@ -179,6 +183,7 @@ def _listed(known: Any, value: str | None, option: str, default: Any = None) -> 
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda:0, or auto, every GPU: ours alone.")
 @click.option("--samples", type=int, help="Calibration samples (default: 64 on a GPU, 16 on a CPU).")
 @click.option("--length", type=int, help="Tokens of a sample (default: 1024 on a GPU, 128 on a CPU).")
+@click.option("--gpu-memory", type=float, help="GB of the GPU that ours may take (default: all of it).")
 @click.option("--beside", type=int, help="Also run as many of ours at once, of the first case.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where to work; 2.5 times the size must be free.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the result there.")
@@ -193,6 +198,7 @@ def main(
     device: str,
     samples: int | None,
     length: int | None,
+    gpu_memory: float | None,
     beside: int | None,
     folder: Path | None,
     json_path: Path | None,
@@ -210,6 +216,7 @@ def main(
         "shards": shards,
         "samples": samples or (64 if gpu else 16),
         "length": length or (1024 if gpu else 128),
+        "gpu_memory": gpu_memory,
         "disk": [],
         "runs": [],
         "beside": [],

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from quantmint.calibration.lazy import torch
-from quantmint.pipeline.quantize.gptq.decomposition import decompose, solved
+from quantmint.pipeline.quantize.gptq.decomposition import decompose, solve_decomposed
 from quantmint.pipeline.quantize.gptq.solver import in_tf32
 from quantmint.pipeline.quantize.gptq.weights import InputGroup, Member
 
@@ -66,7 +66,7 @@ def least_squares_change(hessian: torch.Tensor, cross: torch.Tensor) -> torch.Te
     """
     matrix = hessian.clone()
     matrix.diagonal().add_(_RIDGE * matrix.diagonal().mean())
-    return solved(matrix, cross).t() if decompose(matrix) else torch.zeros_like(cross).t()
+    return solve_decomposed(matrix, cross).t() if decompose(matrix) else torch.zeros_like(cross).t()
 
 
 def supported_shares(products: torch.Tensor, errors: torch.Tensor, rows: Sequence[int], most: float) -> list[float]:

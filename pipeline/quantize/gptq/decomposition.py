@@ -26,19 +26,20 @@ def decompose(matrix: torch.Tensor) -> bool:
         if int(info):
             return False
         corner.copy_(lower.flip(0, 1).t())
-        left = matrix[first:end, :first]
-        left.copy_(torch.linalg.solve_triangular(corner.t(), left, upper=True))
+        panel = matrix[first:end, :first]
+        panel.copy_(torch.linalg.solve_triangular(corner.t(), panel, upper=True))
         for row in range(0, first, _BLOCK):
             here = slice(row, min(row + _BLOCK, first))
-            matrix[here, : here.stop].addmm_(left[:, here].t(), left[:, : here.stop], alpha=-1)
+            matrix[here, : here.stop].addmm_(panel[:, here].t(), panel[:, : here.stop], alpha=-1)
     matrix.tril_()
     return is_finite(matrix)
 
 
-def solved(triangle: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def solve_decomposed(triangle: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return X with T^T T X = ``right``, float32 [I, O], for a ``triangle`` T that `decompose` made."""
     half = torch.linalg.solve_triangular(triangle.t(), right, upper=True)
-    return torch.linalg.solve_triangular(triangle, half, upper=False)
+    solution: torch.Tensor = torch.linalg.solve_triangular(triangle, half, upper=False)
+    return solution
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -321,7 +321,7 @@ def _choose(tried: _Try, *, kernel: Kernel) -> RoundedWeight:
 def _reordered(matrix: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return a matrix [I, I] with its rows and its columns in an ``order`` [I], beside which little memory is taken."""
     reordered = torch.empty_like(matrix)
-    for rows, numbers in zip(reordered.split(_ROWS), order.split(_ROWS), strict=True):
+    for rows, numbers in zip(torch.split(reordered, _ROWS), torch.split(order, _ROWS), strict=True):
         rows.copy_(matrix[numbers][:, order])
     return reordered
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantmint.pipeline.quantize.gptq import decomposition
-from quantmint.pipeline.quantize.gptq.decomposition import decompose, is_finite, solved
+from quantmint.pipeline.quantize.gptq.decomposition import decompose, is_finite, solve_decomposed
 
 
 def positive(columns: int) -> Any:
@@ -37,7 +37,7 @@ def test_linear_equations_are_solved() -> None:
     matrix, wanted = positive(100), torch.randn(100, 7, generator=torch.Generator().manual_seed(0))
     right = matrix @ wanted
     assert decompose(matrix)
-    torch.testing.assert_close(solved(matrix, right), wanted, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(solve_decomposed(matrix, right), wanted, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("place", [5, 90])
