@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from quantmint.pipeline.quantize.engines.stream.schedule import many_small_worke
 from quantmint.pipeline.quantize.model import builder
 
 TRIM, MMAP = -1, -3
+TINY = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
 
 
 @pytest.fixture
@@ -81,3 +84,35 @@ def test_a_module_that_came_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPa
         monkeypatch.setitem(sys.modules, "one_of_them", arrived)
         del sys.modules["other_of_them"]
     assert sys.modules["one_of_them"] is arrived
+
+
+def _printed(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_a_model_is_built_without_the_packages_of_other_features() -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from quantmint.pipeline.quantize.model.builder import meta_model
+model = meta_model(Path({str(TINY)!r}))
+print(type(model).__name__, *({{"scipy", "sklearn", "trio", "boto3"}} & sys.modules.keys()))
+from scipy.optimize import linear_sum_assignment
+print(linear_sum_assignment.__name__)
+"""
+    assert _printed(code) == ["LlamaForCausalLM", "linear_sum_assignment"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "True"), ("gc.disable()", "False")])
+def test_torch_is_imported_without_garbage_collection(before: str, after: str) -> None:
+    code = f"""
+import gc, sys
+from quantmint.calibration.lazy import torch
+{before}
+collected = []
+gc.callbacks.append(lambda phase, info: collected.append("torch" in sys.modules))
+torch.float32
+print(any(collected), gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+    assert _printed(code) == ["False", after, after]
