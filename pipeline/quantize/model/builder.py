@@ -64,9 +64,10 @@ def _require_matrices(folder: Path, model: Any) -> None:
 def light_imports() -> Iterator[None]:
     """Within the block, imports skip the packages `_HEAVY` and run without garbage collection, see `uncollected`.
 
-    Both are restored at the end of the block: afterwards these packages can be imported as before.
+    Both are restored at the end of the block: afterwards these packages can be imported as before. Where transformers
+    was imported earlier no package is skipped: it remembers which ones are there, and its imports of them would fail.
     """
-    absent = [name for name in _HEAVY if name not in sys.modules]
+    absent = [name for name in _HEAVY if "transformers" not in sys.modules and name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # Python's own sign for "cannot be imported"
     try:
         with uncollected():

@@ -70,6 +70,7 @@ def test_the_last_of_overlapping_users_puts_it_back(calls: list[tuple[int, int]]
 
 def test_packages_that_were_hidden_can_be_imported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "_HEAVY", ("wave", "sndhdr_of_nobody"))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
     monkeypatch.delitem(sys.modules, "wave", raising=False)
     with pytest.raises(ImportError), builder.light_imports():
         importlib.import_module("wave")
@@ -79,6 +80,7 @@ def test_packages_that_were_hidden_can_be_imported_again(monkeypatch: pytest.Mon
 
 def test_a_module_that_came_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "_HEAVY", ("one_of_them", "other_of_them"))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
     arrived = ModuleType("one_of_them")
     with builder.light_imports():
         monkeypatch.setitem(sys.modules, "one_of_them", arrived)
@@ -102,6 +104,17 @@ from scipy.optimize import linear_sum_assignment
 print(linear_sum_assignment.__name__)
 """
     assert _printed(code) == ["LlamaForCausalLM", "linear_sum_assignment"]
+
+
+def test_a_model_is_built_where_transformers_was_told_of_the_packages() -> None:
+    code = f"""
+from pathlib import Path
+from transformers.utils import is_scipy_available, is_sklearn_available
+from quantmint.pipeline.quantize.model.builder import meta_model
+there = is_scipy_available(), is_sklearn_available()
+print(*there, type(meta_model(Path({str(TINY)!r}))).__name__)
+"""
+    assert _printed(code) == ["True", "True", "LlamaForCausalLM"]
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "True"), ("gc.disable()", "False")])
