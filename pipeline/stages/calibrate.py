@@ -165,7 +165,7 @@ def read_tokens(section: Calibration, folder: Path, *, trust_remote_code: bool) 
     require_tokenizer(folder)
     with light_imports():
         # The model is built next, and takes what it needs from what was imported here.
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: F401
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     chosen = pinned_set(section)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from quantmint.calibration.classes import build_model, read_config
+from quantmint.calibration.lazy import uncollected
 from quantmint.pipeline.base.errors import UserError, first_line
 
-# Packages that transformers imports where they are installed, for features that nobody uses here: assisted generation,
-# an event loop, Amazon's API. They would take a third of the start of a process.
-_HEAVY = ("sklearn", "trio", "boto3")
+# Packages that transformers imports where they are installed, for features that nobody uses here: losses of object
+# detection, assisted generation, an event loop, Amazon's API. They would take a third of the start of a process.
+_HEAVY = ("scipy", "sklearn", "trio", "boto3")
 
 
 def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -26,7 +26,7 @@ def meta_model(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """
     with light_imports():
         import torch
-        from transformers import AutoModelForCausalLM  # noqa: F401  # the class that is built below
+        from transformers import AutoModelForCausalLM, PreTrainedModel  # noqa: F401  # what is built below
 
     try:
         config = read_config(folder, trust_remote_code=trust_remote_code)
@@ -62,23 +62,20 @@ def _require_matrices(folder: Path, model: Any) -> None:
 
 @contextmanager
 def light_imports() -> Iterator[None]:
-    """Within the block, imports skip the packages `_HEAVY` and run without garbage collection, which saves a sixth.
+    """Within the block, imports skip the packages `_HEAVY` and run without garbage collection, see `uncollected`.
 
-    Both are restored at the end of the block: afterwards these packages can be imported as before.
+    Both are restored at the end of the block: afterwards these packages can be imported as before. Where transformers
+    was imported earlier no package is skipped: it remembers which ones are there, and its imports of them would fail.
     """
-    absent = [name for name in _HEAVY if name not in sys.modules]
+    absent = [name for name in _HEAVY if "transformers" not in sys.modules and name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # Python's own sign for "cannot be imported"
-    collecting = gc.isenabled()
-    gc.disable()
     try:
-        yield
+        with uncollected():
+            yield
     finally:
         for name in absent:
             if sys.modules.get(name, sys) is None:  # still ours: meanwhile somebody may have put a module there
                 del sys.modules[name]
-        if collecting:
-            gc.freeze()  # modules stay for good: the collector need not look through them again
-            gc.enable()
 
 
 def decoder_prefix(model: Any) -> str:

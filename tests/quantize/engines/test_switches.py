@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from quantmint.pipeline.quantize.engines.stream.schedule import many_small_worke
 from quantmint.pipeline.quantize.model import builder
 
 TRIM, MMAP = -1, -3
+TINY = Path(__file__).parents[3] / "recipes" / "tiny" / "model"
 
 
 @pytest.fixture
@@ -67,6 +70,7 @@ def test_the_last_of_overlapping_users_puts_it_back(calls: list[tuple[int, int]]
 
 def test_packages_that_were_hidden_can_be_imported_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "_HEAVY", ("wave", "sndhdr_of_nobody"))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
     monkeypatch.delitem(sys.modules, "wave", raising=False)
     with pytest.raises(ImportError), builder.light_imports():
         importlib.import_module("wave")
@@ -76,8 +80,52 @@ def test_packages_that_were_hidden_can_be_imported_again(monkeypatch: pytest.Mon
 
 def test_a_module_that_came_meanwhile_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "_HEAVY", ("one_of_them", "other_of_them"))
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
     arrived = ModuleType("one_of_them")
     with builder.light_imports():
         monkeypatch.setitem(sys.modules, "one_of_them", arrived)
         del sys.modules["other_of_them"]
     assert sys.modules["one_of_them"] is arrived
+
+
+def _printed(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_a_model_is_built_without_the_packages_of_other_features() -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from quantmint.pipeline.quantize.model.builder import meta_model
+model = meta_model(Path({str(TINY)!r}))
+print(type(model).__name__, *({{"scipy", "sklearn", "trio", "boto3"}} & sys.modules.keys()))
+from scipy.optimize import linear_sum_assignment
+print(linear_sum_assignment.__name__)
+"""
+    assert _printed(code) == ["LlamaForCausalLM", "linear_sum_assignment"]
+
+
+def test_a_model_is_built_where_transformers_was_told_of_the_packages() -> None:
+    code = f"""
+from pathlib import Path
+from transformers.utils import is_scipy_available, is_sklearn_available
+from quantmint.pipeline.quantize.model.builder import meta_model
+there = is_scipy_available(), is_sklearn_available()
+print(*there, type(meta_model(Path({str(TINY)!r}))).__name__)
+"""
+    assert _printed(code) == ["True", "True", "LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "True"), ("gc.disable()", "False")])
+def test_torch_is_imported_without_garbage_collection(before: str, after: str) -> None:
+    code = f"""
+import gc, sys
+from quantmint.calibration.lazy import torch
+{before}
+collected = []
+gc.callbacks.append(lambda phase, info: collected.append("torch" in sys.modules))
+torch.float32
+print(any(collected), gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+    assert _printed(code) == ["False", after, after]
