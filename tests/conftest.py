@@ -56,6 +56,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -weights[item.path])
 
 
+@pytest.fixture(autouse=True)
+def _no_power_cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test takes the machine's power away: what a killed process wrote is there, and no disk is waited for.
+
+    The engine is left as it is, which drops pages from memory and reads them from the disk again.
+    """
+    if "quantize" not in request.path.parts:
+        monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """``models("llama")`` is a folder as `save_pretrained` writes it; with ``sharded=True`` it has an index."""

@@ -33,6 +33,7 @@ _INT = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
 _FLOAT = re.compile(
     r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
+_ODD = re.compile("[\t\ufeff]")
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -65,6 +66,10 @@ for _class in (_Loader, Dumper):
     _class.add_implicit_resolver(_TAG + "bool", _BOOL, list("tTfF"))
     _class.add_implicit_resolver(_TAG + "int", _INT, list("-+0123456789"))
     _class.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
+
+_SCALARS = {"yaml_implicit_resolvers": _Loader.yaml_implicit_resolvers}
+_FastLoader: Any = type("_FastLoader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), _SCALARS)
+"""libyaml's loader with the same scalars, where PyYAML was built with it."""
 
 
 def read(path: Path) -> YamlDocument:
@@ -103,7 +108,7 @@ def _read(text: str, file: str, *, mapping: bool) -> tuple[Any, _NodeReader]:
     start = Position(file, 1, 1)
     reader = _NodeReader(file)
     try:
-        node = yaml.compose(text, _Loader)
+        node = _compose(text)
         if node is None or (mapping and not isinstance(node, yaml.MappingNode)):
             raise _refused(start, f"found {_kind(node)}, expected a {'mapping' if mapping else 'value'}")
         return reader.value(node, ()), reader
@@ -114,6 +119,30 @@ def _read(text: str, file: str, *, mapping: bool) -> tuple[Any, _NodeReader]:
         raise _refused(start, "found values nested too deep, or in themselves, expected a recipe") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # characters, escapes or numbers without a place
         raise _refused(start, f"not valid YAML: {error}") from error
+
+
+def _compose(text: str) -> yaml.Node | None:
+    """Return the root node of a text, composed by libyaml, which takes a tenth of PyYAML's time.
+
+    What libyaml refuses is left to PyYAML, for its messages, as are values nested too deep, for its `RecursionError`:
+    libyaml would overflow the stack. So are tabs, which only PyYAML refuses inside text, and byte order marks, which
+    only it counts as no column.
+    """
+    try:
+        if not _ODD.search(text) and _is_shallow(text):
+            return yaml.compose(text, _FastLoader)
+    except yaml.YAMLError:
+        pass
+    return yaml.compose(text, _Loader)
+
+
+def _is_shallow(text: str) -> bool:
+    levels = 0
+    for event in yaml.parse(text, _FastLoader):
+        levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if levels > MAX_LEVELS:
+            return False
+    return True
 
 
 @dataclass

@@ -10,12 +10,14 @@ by turns, with the source in the page cache; what fails, or is not installed, is
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,12 +55,14 @@ def timed(contender: str, scheme: str, source: Path, folder: Path) -> dict[str, 
 
 def write_sources(folder: Path, shape: str) -> dict[str, Path]:
     """Write a model in 16 bit, and of it one in each source scheme of `CASES`; return their folders by scheme."""
+    from quantmint.pipeline.commands.quantize import quantize
+
     plain = folder / "plain"
     write_model(plain, SHAPES[shape], SHAPES[shape].layers_for(SHAPES[shape].gigabytes), 4)
     sources = {scheme: folder / scheme for scheme, _ in CASES.values()}
     for scheme, source in sources.items():
-        order = [sys.executable, "-m", "quantmint", "quantize", str(plain), str(source), "--scheme", scheme]
-        subprocess.run(order, cwd=ROOT, check=True, capture_output=True)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            quantize.main([str(plain), str(source), "--scheme", scheme], standalone_mode=False)
         shutil.rmtree(source / ".quantmint", ignore_errors=True)
         shutil.rmtree(source / "quantmint", ignore_errors=True)
     shutil.rmtree(plain)

@@ -62,7 +62,9 @@ class Bench:
         ours = contenders.command("quantmint", self.task("ptpc_fp8"), self.source, self.folder / "none")
         orders = [[*ours, "--dry-run"]] if any(name in OURS for name in chosen) else []
         peers = [PEERS[name] for name in chosen if name in PEERS and not contenders.absent(name)]
-        imports = ("transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama", *peers)
+        # A plan of ours imports what the baselines import.
+        usual = [] if orders else ["transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama"]
+        imports = (*usual, *peers)
         orders += [[sys.executable, "-c", f"import {names}"] for names in imports]
         for order in orders:
             environment = self._environment("quantmint")

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.bench.decode import CASES
-
-ROOT = Path(__file__).parents[2]
+from tests.bench.decode import CASES, main
 
 
 @pytest.mark.slow
 def test_end_to_end(tmp_path: Path) -> None:
     options = ["--shape", "tiny", "--rounds", "1", "--contenders", "cp,quantmint", "--folder", str(tmp_path)]
-    order = [sys.executable, "-m", "tests.bench.decode", *options, "--json", str(tmp_path / "decode.json")]
-    ended = subprocess.run(order, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    main([*options, "--json", str(tmp_path / "decode.json")], standalone_mode=False)
     runs = json.loads((tmp_path / "decode.json").read_text())["runs"]
     assert [(run["case"], run["contender"]) for run in runs] == [
         (case, name) for case in CASES for name in ("cp", "quantmint")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,19 +17,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_end_to_end(tmp_path: Path) -> None:
+def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.bench.quantize import main
+
     options = ["--shape", "tiny", "--rounds", "1", "--contenders", "cp,quantmint", "--only", "fp8_kv"]
     places = ["--folder", str(tmp_path), "--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.svg")]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.bench.quantize", *options, *places],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    with pytest.raises(SystemExit) as ended:
+        main([*options, *places])
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, printed.err
     for words in ("cp -r", "quantmint quantize", "the disk alone takes"):
-        assert words in ended.stdout
+        assert words in printed.out
     copied, ours = json.loads((tmp_path / "bench.json").read_text())["runs"]
     assert (copied["contender"], ours["contender"]) == ("cp", "quantmint")
     assert {"start", "calibrate", "work"} <= ours["seconds"].keys()

@@ -27,12 +27,6 @@ MakeRelease = Callable[..., Release]
 _A = "a" * 64
 
 
-@pytest.fixture(autouse=True)
-def _no_power_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here takes the machine's power away: what a killed process wrote is there, and no disk is waited for."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 @pytest.fixture
 def make_release(tmp_path: Path) -> MakeRelease:
     """``make_release("one", day=21)``: a release named ``r`` whose contents begin with "one".

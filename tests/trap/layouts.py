@@ -32,6 +32,8 @@ from tests.trap.checkpoints import CALIBRATION, SOUND, Workshop
 from tests.trap.shard import wrap
 
 _TEXTS = 16
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""One thread for each process; automatic binding to NUMA nodes would refuse two of them."""
 BASE = SOUND[0]
 """The checkpoint that is served."""
 
@@ -84,16 +86,16 @@ def layouts(workshop: Workshop, vllm: VllmEnvironment) -> Iterator[Layouts]:
     }
     setting = open_setting(recipe_of(sections), store=Store(folder / "store"), vllm=str(vllm.executable))
     plan = single_plan(setting, checkpoint)
+    plan = replace(plan, env={**plan.env, **_ENVIRONMENT})  # of all servers, so that they are forks of one process
     with LocalLauncher(vllm.executable).launch(plan, folder / "tp1.log", startup_timeout=600) as single:
         yield Layouts(setting, checkpoint, single, vllm.executable, folder)
 
 
 def _doubled(plan: LaunchPlan) -> LaunchPlan:
-    """Return the plan on two processes of one thread each, which automatic binding to NUMA nodes would refuse."""
-    env = {**plan.env, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    """Return the plan on two processes."""
     return replace(
         plan,
-        env=env,
+        env={**plan.env, **_ENVIRONMENT},
         argv=(*plan.argv, "--tensor-parallel-size", "2"),
         layout=ParallelLayout(2),
         tensor_parallel_size=2,

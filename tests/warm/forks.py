@@ -38,6 +38,7 @@ def _serve(place: str, executable: str, *modules: str) -> None:
         with contextlib.suppress(ModuleNotFoundError):  # it was moved: whoever needs it imports it
             importlib.import_module(name)
     changed = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    os.fsync = lambda fd: None  # no test takes the machine's power away
     _require_no_thread()
     gc.freeze()  # a fork that collects would write to, and so copy, all of it
     waiters: set[int] = set()

@@ -37,9 +37,10 @@ def imagine(folder: Path, *, trust_remote_code: bool = False) -> tuple[Checkpoin
     """
     model = meta_model(folder, trust_remote_code=trust_remote_code)
     config = read_config(folder)
-    plain = _imagined_tensors(stored_tensors(model), model, config, ())
+    stored = stored_tensors(model)
+    plain = _imagined_tensors(stored, model, config, ())
     structure = TensorClassifier(model, {**config, "quantization_config": None}, plain).structure()
-    tensors = _imagined_tensors(stored_tensors(model), model, config, structure.linear)
+    tensors = _imagined_tensors(stored, model, config, structure.linear)
     checkpoint = Checkpoint(folder, config, tuple(sorted({file for file, _ in tensors.values()})), tensors)
     encoding = source_encoding(config, tensors)
     stored_as = {plain_name(name): name for name in encoding.weights}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from quantmint.eval.report import page
+from quantmint.eval.report.model import Report
 from quantmint.pipeline.base.progress import PlainReporter
 from quantmint.pipeline.commands.cli import main
 from quantmint.pipeline.publish.release import SIGNATURE
 from quantmint.pipeline.publish.signing import sign
+from quantmint.pipeline.publish.verify import documents
 from quantmint.pipeline.publish.verify.files import Trust
 from quantmint.pipeline.publish.verify.run import verify
 from quantmint.pipeline.publish.verify.subject import ReleaseCheck
@@ -25,6 +30,25 @@ __all__ = ["bucket", "s3_server"]  # fixtures of the tests of publishing
 
 Verify = Callable[..., Mapping[str, ReleaseCheck]]
 Quantmint = Callable[..., Ended]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pages_rendered_once() -> Iterator[None]:
+    """Remember the page that a check renders of a report's data: its plots are most of a check's time.
+
+    The releases themselves are rendered apart, so the first check of each file shows that both pages are the same.
+    """
+    pages: dict[str, str] = {}
+
+    def render(report: Report) -> str:
+        data = json.dumps(report)
+        if data not in pages:
+            pages[data] = page.render(report)
+        return pages[data]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "page", SimpleNamespace(render=render))
+        yield
 
 
 @pytest.fixture(scope="session")

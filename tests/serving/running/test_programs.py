@@ -26,8 +26,9 @@ time.sleep(600)
 OWNER = """
 import sys
 from pathlib import Path
-from quantmint.pipeline.base.processes import run_logged
-run_logged([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), what="it", env={})
+from quantmint.pipeline.base import processes
+processes._GRACE_S = 0.5
+processes.run_logged([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), what="it", env={})
 """
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,6 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     here = tmp_path / "work"
     (here / "model").mkdir(parents=True)
     monkeypatch.chdir(here)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("QUANTMINT_STORE", "QUANTMINT_VLLM", "QUANTMINT_IMAGE"):
