@@ -79,8 +79,8 @@ def rounding_bytes(shapes: Iterable[tuple[int, int]]) -> int:
 
     What layers and a forward take is not counted. In float32: rounding takes two squares of [I, I], the Hessian and its
     factor, and fourteen times the rows that are rounded at a time (13.6 were measured on a GPU, with three scales to
-    choose from), beside the weight and its target in 16 bit. Before it, the Hessian is decomposed in two squares, beside
-    five times the weight where it compensates.
+    choose from), beside the weight and its target in 16 bit. Before it, the Hessian is decomposed in two squares,
+    beside five times the weight where it compensates.
     """
 
     def of(rows: int, columns: int) -> int:

@@ -183,7 +183,7 @@ def _listed(known: Any, value: str | None, option: str, default: Any = None) -> 
 @click.option("--only", help=f"Cases, with commas between them: {', '.join(CASES)} (default: all but the last).")
 @click.option("--contenders", "names", help=f"Some of {', '.join(_EVERYBODY)} (default: all but the unproven).")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda:0, or auto, every GPU: ours alone.")
-@click.option("--samples", type=int, help="Calibration samples (default: 64 on a GPU, 16 on a CPU).")
+@click.option("--samples", type=int, help="Calibration samples (default: 64 on a GPU, 32 on a CPU).")
 @click.option("--length", type=int, help="Tokens of a sample (default: 1024 on a GPU, 128 on a CPU).")
 @click.option("--gpu-memory", type=float, help="GB of the GPU that ours may take (default: all of it).")
 @click.option("--beside", type=int, help="Also run as many of ours at once, of the first case.")
@@ -216,7 +216,7 @@ def main(
         "shape": shape,
         "model_gb": size or SHAPES[shape].gigabytes,
         "shards": shards,
-        "samples": samples or (64 if gpu else 16),
+        "samples": samples or (64 if gpu else 32),
         "length": length or (1024 if gpu else 128),
         "gpu_memory": gpu_memory,
         "disk": [],

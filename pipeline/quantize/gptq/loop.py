@@ -32,6 +32,7 @@ from quantmint.calibration.room import (
     require_rounding_room,
 )
 from quantmint.pipeline.base.schemes import scheme
+from quantmint.pipeline.quantize.engines.stream.switches import LAYERS_BYTES, keeping_freed_memory
 from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.gptq.compensation import compensate
 from quantmint.pipeline.quantize.gptq.latents import latent_bytes, save_weights, step_bytes
@@ -60,7 +61,8 @@ def quantize_layers(request: GptqRequest, bar: Bar = lambda *_: nullcontext(lamb
     layer or memory does not suffice, and `StageError` for weights that are not finite.
     """
     settings, devices = request.settings, request.devices[: min(len(request.batches), PARTS)]
-    with measuring(request.folder):
+    on_cpu = torch.device(devices[0]).type == "cpu"
+    with measuring(request.folder), keeping_freed_memory(LAYERS_BYTES) if on_cpu else nullcontext():
         replicas = _replicas(request, devices)
         folder = layers_folder(request.work)
         steps = [step for plan in request.plans for step in plan.steps]

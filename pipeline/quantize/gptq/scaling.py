@@ -21,7 +21,9 @@ from quantmint.pipeline.quantize.gptq.weights import Member, ModelWeights, Serve
 from quantmint.pipeline.quantize.rounding import round_mx
 from quantmint.pipeline.quantize.schemes.registry import dequantize
 
-_STEPS = 10  # and the halves beside the best of them
+_POWERS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+_STEPS = (0.1, 0.05)
+"""Steps to both sides of the best power so far. On SmolLM2 all powers in steps of 0.05 leave 0.5 % less error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ def best_factors(
     size = size.clamp_(min=float(size.amax()) * 1e-5 or 1.0)
     results: dict[float, tuple[float, torch.Tensor]] = {}
 
-    def error(power: float) -> float:
+    def error(power: float) -> None:
         factors = size**power
         factors /= (factors.amax() * factors.amin()).sqrt()
         scaled, largest, total = rows / factors, sample.largest / factors, 0.0
@@ -134,9 +136,12 @@ def best_factors(
             served = reader.served(scaled, largest) @ reader.stored(reader.weight * factors).t()
             total += float(served.sub_(product).mul_(weights).square_().sum())
         results[power] = total, factors
-        return total
 
-    best = min((step / _STEPS for step in range(_STEPS + 1)), key=error)
-    for neighbour in (best - 0.5 / _STEPS, best + 0.5 / _STEPS):
-        error(min(max(neighbour, 0.0), 1.0))
+    for power in _POWERS:
+        error(power)
+    for step in _STEPS:
+        best = min(results, key=lambda power: results[power][0])
+        for neighbour in (best - step, best + step):
+            if 0 <= neighbour <= 1:
+                error(neighbour)
     return min(results.values(), key=lambda result: result[0])[1]

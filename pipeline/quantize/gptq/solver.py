@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.room import ROUNDED_AT_A_TIME
-from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
+from quantmint.pipeline.quantize.engines.stream.switches import many_small_workers
 from quantmint.pipeline.quantize.gptq.columns import round_columns
 from quantmint.pipeline.quantize.gptq.decomposition import decompose, is_finite
 from quantmint.pipeline.quantize.schemes.registry import KERNELS

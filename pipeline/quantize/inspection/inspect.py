@@ -14,7 +14,7 @@ from quantmint.eval.report.model import KvScale, Size
 from quantmint.eval.report.model import ShownLayerError as ReportedError
 from quantmint.pipeline.base.machine import cores
 from quantmint.pipeline.quantize.engines.algorithms import Alters, recorded_alterations
-from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
+from quantmint.pipeline.quantize.engines.stream.switches import many_small_workers
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, TensorInfo
 from quantmint.pipeline.quantize.formats.layout import Claims, StoredTensor, layout_of
 from quantmint.pipeline.quantize.inspection.companions import check_companions

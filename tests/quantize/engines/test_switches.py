@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from quantmint.pipeline.quantize.engines.stream.schedule import many_small_workers
+from quantmint.pipeline.quantize.engines.stream.switches import LAYERS_BYTES, keeping_freed_memory, many_small_workers
 from quantmint.pipeline.quantize.model import builder
 
 TRIM, MMAP = -1, -3
@@ -66,6 +66,17 @@ def test_the_last_of_overlapping_users_puts_it_back(calls: list[tuple[int, int]]
         assert torch.get_num_threads() == 1
     assert calls
     assert torch.get_num_threads() == threads
+
+
+def test_workers_leave_the_thresholds_of_the_loop_that_calls_them(calls: list[tuple[int, int]]) -> None:
+    """GPTQ's loop calls workers for each step; each time they reset malloc, forwards took a page fault every 4 KiB."""
+    with keeping_freed_memory(LAYERS_BYTES):
+        assert (TRIM, LAYERS_BYTES) in calls
+        calls.clear()
+        with many_small_workers():
+            pass
+        assert calls == []
+    assert (TRIM, 128 << 10) in calls
 
 
 def test_packages_that_were_hidden_can_be_imported_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,11 @@ the less they wait for each other. A worker goes where the fewest are; so none i
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -29,17 +27,13 @@ from quantmint.pipeline.quantize.engines.stream.shard import (
     Stopped,
     WrittenShard,
 )
+from quantmint.pipeline.quantize.engines.stream.switches import many_small_workers
 from quantmint.pipeline.quantize.engines.stream.worker import Worker
 
 CPU_PIECE = 2 << 20  # bytes: with the intermediate results of its parts, about a core's own cache
 GPU_PIECE = 32 << 20  # bytes: the bus at its full speed
 _GPU_WORKERS = 8  # of each GPU: more wait for the interpreter, fewer leave the bus or the disk idle
 _OPEN_FILES = 8  # at a time; more would only be more places on the disk
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_DEFAULTS = {_M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_", _M_TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_"}
-"""The variables that set each option for a whole process (mallopt(3))."""
-_GLIBC_THRESHOLD = 128 << 10
-_KEPT = 32 << 20  # bytes; several times a piece, and the most that glibc before 2.35 takes for a threshold
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,70 +224,3 @@ class _Schedule:
 
 def _is_cpu(device: str) -> bool:
     return device.startswith("cpu")
-
-
-class _Switches:
-    """PyTorch's thread count and malloc's thresholds: set by the first of overlapping users, restored by the last."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._users = 0
-        self._threads = 1
-
-    def enter(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users > 1:
-                return
-            self._threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-            _keep(dict.fromkeys(_DEFAULTS, _KEPT))
-
-    def leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-            torch.set_num_threads(self._threads)
-            _keep({option: _as_started(option) for option in _DEFAULTS}, trim=True)
-
-
-_SWITCHES = _Switches()
-
-
-@contextmanager
-def many_small_workers() -> Iterator[None]:
-    """Within the block, set PyTorch and malloc up for threads that each compute little at a time, over and over.
-
-    PyTorch starts no threads of its own below the workers. And the C library keeps the memory of intermediate results:
-    by default it returns such sizes to the system, and taking them again costs a page fault every 4 KiB, which is twice
-    the time of MXFP4. Both settings are restored afterwards.
-    """
-    _SWITCHES.enter()
-    try:
-        yield
-    finally:
-        _SWITCHES.leave()
-
-
-def _keep(thresholds: Mapping[int, int], *, trim: bool = False) -> None:
-    """Set thresholds of glibc's malloc, in bytes by mallopt option; with ``trim``, return free memory to the system.
-
-    Do nothing with another C library.
-    """
-    # By ctypes, because Python has no mallopt. Measured: mxfp4 of a model of 2 GB, on two cores, took 6.4 s with it and
-    # 7.8 s without, with 86 thousand page faults instead of 1.5 million (medians of four runs each, in turns).
-    import ctypes
-
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # glibc
-        for option, count in thresholds.items():
-            library.mallopt(option, count)
-    if trim and hasattr(library, "malloc_trim"):
-        library.malloc_trim(0)
-
-
-def _as_started(option: int) -> int:
-    """Return a malloc threshold as the process started with it, in bytes: its variable's or glibc's default."""
-    value = os.environ.get(_DEFAULTS[option], "")
-    return int(value) if value.isdigit() else _GLIBC_THRESHOLD
