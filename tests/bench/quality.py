@@ -12,7 +12,8 @@ start to its exit. The checkpoint is read by the reference runtime, which rounds
 does when it is served, and held beside the 16-bit model at every position of text that no calibration saw: KL
 divergence from the 16-bit model's distribution in nats, how often both hold the same token for the likeliest, and
 perplexity. Bits are those of all that is stored of the linear layers of the decoder, by weight. Scales of MX inputs are
-rounded to even, or as a row's ``mx_scales`` says.
+rounded to even, or as a row's ``mx_scales`` says. Where the checkpoint has such inputs, KL is measured with both
+roundings, as a gain that one of them shows alone is none of the weights.
 
 Rows that --json already holds for the same model and text stay, so that a row can be measured again alone. A row with
 ``at_most`` has a goal for KL, in nats or as the name of another row, which is printed with what was reached. A row with
@@ -165,6 +166,21 @@ class Bench:
             states = torch.cat([model.model(input_ids=part, use_cache=False).last_hidden_state.cpu() for part in parts])
             return states, model.get_output_embeddings().weight.detach().cpu()
 
+    def rounds_mx_inputs(self, folder: Path) -> bool:
+        """Whether a checkpoint has MX inputs, whose scales can be rounded in two ways."""
+        from quantmint.pipeline.base.schemes import has_mx_activations
+        from quantmint.pipeline.quantize.formats.checkpoint import open_checkpoint
+        from quantmint.pipeline.quantize.formats.layout import layout_of
+        from quantmint.pipeline.quantize.model.reader import read_structure
+
+        checkpoint = open_checkpoint(folder)
+        declared = checkpoint.config.get("quantization_config")
+        if declared is None:
+            return False
+        modules = read_structure(folder, checkpoint.tensors).linear
+        schemes = layout_of(checkpoint.config).claims(declared, list(modules)).schemes.values()
+        return has_mx_activations(name for name in schemes if name is not None)
+
     def measure(self, folder: Path, mx_scales: MxScales = "even") -> dict[str, Any]:
         """What a checkpoint keeps of the model; ``kl_error`` is the standard error of ``kl`` over the windows.
 
@@ -229,22 +245,27 @@ def table(result: Mapping[str, Any]) -> str:
         f"held out; "
         f"{result['machine']['accelerator'] or result['machine']['processor']}, {result['machine']['cores']} cores",
         "",
-        "| checkpoint | bits | KL, nats | top-1 | perplexity | made in, s | CPU, s | peak, MB |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| checkpoint | bits | KL, nats | ... other rounding | top-1 | perplexity | made in, s | CPU, s | peak, MB |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     base = next((row["base_perplexity"] for row in result["rows"] if "kl" in row), None)
     if base is not None:
-        lines.append(f"| 16 bit | 16.00 | 0 | 100 % | {base:.2f} | - | - | - |")
+        lines.append(f"| 16 bit | 16.00 | 0 | - | 100 % | {base:.2f} | - | - | - |")
     for row in result["rows"]:
         if "why_not" in row:
-            lines.append(f"| {row['name']} | {row['why_not']} | | | | | | |")
+            lines.append(f"| {row['name']} | {row['why_not']} | | | | | | | |")
             continue
         made = f"{row['wall']:.1f} | {row['cpu']:.1f} | {row['rss'] / 1e6:,.0f}" if "wall" in row else "- | - | -"
         lines.append(
-            f"| {row['name']} | {row['bits']:.2f} | {row['kl']:.4f} ± {row['kl_error']:.4f} | {row['top1']:.1%} "
+            f"| {row['name']} | {row['bits']:.2f} | {row['kl']:.4f} ± {row['kl_error']:.4f} | {_other(row)} "
+            f"| {row['top1']:.1%} "
             f"| {row['perplexity']:.2f} | {made} |"
         )
     return "\n".join([*lines, "", *goals(result["rows"])])
+
+
+def _other(row: Mapping[str, Any]) -> str:
+    return f"{row['other_kl']:.4f} ± {row['other_kl_error']:.4f}" if "other_kl" in row else "-"
 
 
 def goals(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -318,7 +339,11 @@ def main(
             found |= {key: row[key] for key in ("at_most", "samples") if key in row}
             found |= {} if "made" in row else bench.make(row, out)
             if "why_not" not in found:
-                found |= bench.measure(out, row.get("mx_scales", "even"))
+                how = row.get("mx_scales", "even")
+                found |= bench.measure(out, how)
+                if bench.rounds_mx_inputs(out):
+                    other = bench.measure(out, "up" if how == "even" else "even")
+                    found |= {"other_kl": other["kl"], "other_kl_error": other["kl_error"]}
             shutil.rmtree(work / "out", ignore_errors=True)
             result["rows"] = [old for old in result["rows"] if old["name"] != row["name"]] + [found]
             click.echo(table(result | {"rows": [found]}).strip().splitlines()[-1])

@@ -33,6 +33,8 @@ def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (mxfp4["name"], half["name"], itself["name"]) == ("mxfp4", "half", "itself")
     assert rounded_up["bits"] == mxfp4["bits"]
     assert 0 < rounded_up["kl"] != mxfp4["kl"]
+    assert mxfp4["other_kl"] == pytest.approx(rounded_up["kl"]), "the same checkpoint, its inputs rounded otherwise"
+    assert "other_kl" not in half
     assert (itself["kl"], itself["top1"], itself["bits"]) == (pytest.approx(0, abs=1e-6), 1.0, 16.0)
     assert itself["perplexity"] == pytest.approx(itself["base_perplexity"])
     assert 0 < 10 * half["kl"] < mxfp4["kl"]

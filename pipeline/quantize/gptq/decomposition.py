@@ -16,8 +16,9 @@ _BLOCK = 2048
 def decompose(matrix: torch.Tensor) -> bool:
     """Replace a symmetric A, float32 [I, I], by the lower triangular T with T^T T = A.
 
-    That is the Cholesky decomposition of A read from its end, which goes from the last column to the first. What lies above the diagonal of A is not read. Return
-    whether A is positive definite; without that the content of ``matrix`` is not defined.
+    That is the Cholesky decomposition of A read from its end, which goes from the last column to the first. What lies
+    above the diagonal of A is not read. Return whether A is positive definite; without that the content of ``matrix``
+    is not defined.
     """
     for end in range(len(matrix), 0, -_BLOCK):
         first = max(0, end - _BLOCK)

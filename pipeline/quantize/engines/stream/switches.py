@@ -20,8 +20,8 @@ _GLIBC_THRESHOLD = 128 << 10
 PIECES_BYTES = 32 << 20
 """Bytes at the end of the heap that stay in the process: several times a piece of the streaming engine, and the most
 that glibc before 2.35 takes for the size from which on memory is mapped."""
-LAYERS_BYTES = (2 << 30) - 1
-"""The same while a model is run layer by layer: all that one layer frees."""
+LAYERS_BYTES = 128 << 20
+"""The same while a model is run layer by layer, whose tensors are larger."""
 
 
 class _Switch:
