@@ -15,6 +15,7 @@ CASES: Mapping[str, str] = {
     "mxfp4": "MXFP4, no calibration",
     "fp8_kv": "FP8 with static scales of inputs and KV cache, calibrated",
     "mxfp4_gptq": "MXFP4 by GPTQ, calibrated",
+    "mxfp4_tuned": "MXFP4 by GPTQ with tuned norms, beside AutoRound, calibrated",
 }
 LLM_COMPRESSOR = {
     "ptpc_fp8": "FP8_DYNAMIC",
@@ -22,9 +23,12 @@ LLM_COMPRESSOR = {
     "mxfp4": "MXFP4",
     "fp8_kv": "FP8",
     "mxfp4_gptq": "MXFP4",
+    "mxfp4_tuned": "MXFP4",
 }
 QUARK = {"ptpc_fp8": "ptpc_fp8", "mxfp4": "mxfp4", "fp8_kv": "fp8", "mxfp4_gptq": "mxfp4"}
-CALIBRATED = ("fp8_kv", "mxfp4_gptq")
+CALIBRATED = ("fp8_kv", "mxfp4_gptq", "mxfp4_tuned")
+_ALGORITHMS = {"mxfp4_gptq": "gptq", "mxfp4_tuned": "autoround"}
+"""The other libraries' algorithm of a case."""
 FIRST = "quantmint-first"
 OURS: Mapping[str, str] = {
     "quantmint": "quantmint quantize",
@@ -99,19 +103,25 @@ def command(contender: str, task: Task, source: Path, destination: Path) -> list
             ours = ["-m", "quantmint"] if task.gpu_memory is None else [str(_LIMITED), str(task.gpu_memory)]
             return [python, *ours, "quantize", *folders, *_options(contender, task)]
     text = str(task.words) if task.calibrated else None
-    algorithm = "gptq" if task.case == "mxfp4_gptq" else None
-    order = {"scheme": scheme, "algorithm": algorithm, "device": task.device, "text": text, "batch": _BATCH}
+    order = {
+        "scheme": scheme,
+        "algorithm": _ALGORITHMS.get(task.case),
+        "device": task.device,
+        "text": text,
+        "batch": _BATCH,
+    }
     order["kv_cache"] = task.case == "fp8_kv"
     return [python, str(_PEERS), name, json.dumps(order), *folders]
 
 
 def _options(contender: str, task: Task) -> list[str]:
-    scheme = {"fp8_kv": "fp8", "mxfp4_gptq": "mxfp4"}.get(task.case, task.case)
+    scheme = {"fp8_kv": "fp8", "mxfp4_gptq": "mxfp4", "mxfp4_tuned": "mxfp4"}.get(task.case, task.case)
     options = ["--scheme", scheme, "--device", task.device, "--json"]
     if contender == "quantmint-unproven":
         options.append("--no-inspect")
     if task.calibrated:
-        options += ["--kv-cache", "fp8"] if task.case == "fp8_kv" else ["--algorithm", "gptq"]
+        how = {"fp8_kv": ["--kv-cache", "fp8"], "mxfp4_gptq": ["--algorithm", "gptq"]}
+        options += how.get(task.case, ["--algorithm", "tuned"])
         options += ["--calibration", str(task.words.with_suffix(".yaml")), "--no-packing"]
         options += ["--samples", str(task.samples), "--sequence-length", str(task.length)]
         options += ["--batch-size", str(_BATCH)]

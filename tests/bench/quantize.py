@@ -180,7 +180,7 @@ def _listed(known: Any, value: str | None, option: str, default: Any = None) -> 
 @click.option("--size", type=float, help="Its size in GB, by the number of layers (default: the shape's own).")
 @click.option("--shards", default=4, show_default=True, help="Files that it comes in.")
 @click.option("--rounds", default=3, show_default=True, help="How often each contender runs.")
-@click.option("--only", help=f"Cases, with commas between them: {', '.join(CASES)} (default: all but the last).")
+@click.option("--only", help=f"Cases, with commas between them: {', '.join(CASES)} (default: all but the last two).")
 @click.option("--contenders", "names", help=f"Some of {', '.join(_EVERYBODY)} (default: all but the unproven).")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda:0, or auto, every GPU: ours alone.")
 @click.option("--samples", type=int, help="Calibration samples (default: 64 on a GPU, 32 on a CPU).")
@@ -207,7 +207,7 @@ def main(
     plot: Path | None,
 ) -> None:
     """Compare `quantmint quantize` with cp, llm-compressor and Quark, each as a whole process."""
-    cases = _listed(CASES, only, "--only", [case for case in CASES if case != "mxfp4_gptq"])
+    cases = _listed(CASES, only, "--only", [case for case in CASES if case not in ("mxfp4_gptq", "mxfp4_tuned")])
     chosen = _listed(_EVERYBODY, names, "--contenders", _USUAL)
     work, gpu = Path(tempfile.mkdtemp(prefix="quantmint-bench-", dir=folder)), device != "cpu"
     result: dict[str, Any] = {

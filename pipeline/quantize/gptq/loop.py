@@ -203,6 +203,8 @@ def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> tuple
         length = max(batch.shape[1] for batch in request.batches)
         vocabulary = int(model.model.config.get_text_config().vocab_size)
         need = replace(need, forward=tuning_bytes(need.forward, length, vocabulary))
+    if request.settings.has_reference:  # a layer's original weights lie beside the new ones
+        need = replace(need, forward=need.forward + need.layer)
     on_gpu = torch.device(devices[0]).type != "cpu"
     rounding = gptq_bytes(request.structure, request.choice.schemes, on_gpu=on_gpu)
     ahead = [
