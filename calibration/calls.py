@@ -106,10 +106,8 @@ class Call:
         `CalibrationError` if transformers cannot run it.
         """
         arguments = _Arguments(states, cache)
-        args, kwargs = (
-            arguments.filled(self.args),
-            {name: arguments.filled(value) for name, value in self.kwargs.items()},
-        )
+        args = arguments.filled(self.args)
+        kwargs = {name: arguments.filled(value) for name, value in self.kwargs.items()}
         with running(f"a {type(layer).__name__}"):
             returned = layer(*args, **kwargs)
         hidden, *more = returned if isinstance(returned, tuple | list) else (returned,)
