@@ -51,7 +51,8 @@ def test_what_held_out_rows_share_is_compensated_and_the_hessian_is_of_all_rows(
     assert moved.targets is not None
     assert moved.compensation == (pytest.approx(0.5, rel=0.02),)
     torch.testing.assert_close(moved.targets[0], weight + change / 2, atol=0.03, rtol=0)
-    torch.testing.assert_close(moved.statistics.hessian, inputs.t() @ inputs, rtol=1e-4, atol=1e-4)
+    summed = sum(rows.t() @ rows for rows in (inputs[:500], inputs[500:]))  # in the same order, to the same last bits
+    torch.testing.assert_close(moved.statistics.hessian, summed)
 
 
 def test_what_a_narrow_text_taught_by_heart_is_not_compensated() -> None:

@@ -127,7 +127,7 @@ def test_a_scaled_model_is_stored_as_what_it_computes(
     checkpoint = write_scaled(scaled, rounded)
     assert recorded_algorithms(checkpoint) == ("awq", "gptq")
     before, after = Tensors(scaled.source), Tensors(checkpoint)
-    norms = [name for name in checkpoint.tensors if name.endswith("layernorm.weight")]
+    norms = [name for name in checkpoint.tensors if name.endswith("input_layernorm.weight")]
     assert not all(torch.equal(before(norm), after(norm)) for norm in norms)
     inspection = inspect_checkpoint(checkpoint, scaled.structure, source=scaled.source)
     assert inspection.passed, inspection.summary()
