@@ -196,9 +196,7 @@ def _need(request: GptqRequest, model: Replica, devices: Sequence[str]) -> tuple
     """
     need = need_of(model, request.batches)
     if request.settings.has_reference:
-        need = replace(
-            need, states=2 * need.states, forward=need.forward + need.layer
-        )  # and a layer's original weights
+        need = replace(need, states=2 * need.states)
     if request.settings.tuning is not None:
         length = max(batch.shape[1] for batch in request.batches)
         vocabulary = int(model.model.config.get_text_config().vocab_size)

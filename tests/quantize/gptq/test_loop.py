@@ -20,6 +20,7 @@ from quantmint.pipeline.quantize.engines.stream.engine import CheckpointPlan, wr
 from quantmint.pipeline.quantize.engines.stream.plan import ShardPlan, plan_shards
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, Reader, open_checkpoint
 from quantmint.pipeline.quantize.formats.choice import Choice
+from quantmint.pipeline.quantize.gptq import loop
 from quantmint.pipeline.quantize.gptq.loop import quantize_layers
 from quantmint.pipeline.quantize.gptq.request import GptqRequest, GptqResult, GptqSettings
 from quantmint.pipeline.quantize.gptq.runner import GptqRunner
@@ -133,6 +134,24 @@ def test_a_checkpoint_holds_what_was_made_of_its_layers(
         stored = {out.role: Reader(checkpoint)(out.name) for out in step.outputs if out.role != "input_scale"}
         other = {out.role: Reader(nearest)(out.name) for out in step.outputs if out.role != "input_scale"}
         assert not torch.equal(dequantize(scheme, stored), dequantize(scheme, other))
+
+
+def test_a_layer_s_original_weights_count_once(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs: list[Any] = []
+
+    def measure(need: Any, *_: Any) -> bool:
+        needs.append(need)
+        raise CalibrationError("measured")
+
+    monkeypatch.setattr(loop, "require_rounding_room", measure)
+    made = Made(models("llama"), "mxfp4", "quark", tmp_path)
+    for compensation in (0.0, 0.5):
+        with pytest.raises(CalibrationError, match="measured"):
+            made.rounded(blocks, settings=GptqSettings(compensation=compensation))
+    alone, compared = needs
+    assert compared.forward - alone.forward == alone.layer > 0
 
 
 def test_no_tensor_waits_for_the_garbage_collector(models: Models, blocks: torch.Tensor, tmp_path: Path) -> None:
