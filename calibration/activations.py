@@ -50,6 +50,10 @@ class States:
         """Return a copy whose tensors lie on ``device``."""
         return States(self.hidden.to(device), {name: tensor.to(device) for name, tensor in self.carried.items()})
 
+    def detached(self) -> States:
+        """Return the same tensors outside of autograd's graph."""
+        return States(self.hidden.detach(), {name: tensor.detach() for name, tensor in self.carried.items()})
+
     @classmethod
     def stacked(cls, parts: Sequence[States]) -> States:
         """Stack the states of several models for one batch; each tensor gets a leading dimension [models].

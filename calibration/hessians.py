@@ -181,7 +181,7 @@ class StatisticsCollector:
 
     Each batch runs through the reference model (`reference_run`), where there is one, then through the served model
     (`served_run`), and ends with `end_batch`. Of modules that are compared with a reference model, rows that
-    ``held_out(batch)`` numbers are kept apart from the sums.
+    ``held_out(batch)`` numbers, on the rows' device, are kept apart from the sums.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class StatisticsCollector:
         """Return ``inputs`` with zeros in the place of the batch's held-out rows, and these rows."""
         if self._held_out is None:
             return inputs, ()
-        numbers = self._held_out(self._batch).to(inputs.device)
+        numbers = self._held_out(self._batch)
         return inputs.index_fill(0, numbers, 0.0), (HeldOutRows(inputs[numbers], gaps[numbers]),)
 
     def end_batch(self) -> None:

@@ -23,7 +23,7 @@ from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint, TensorInf
 from quantmint.pipeline.quantize.formats.choice import Choice
 from quantmint.pipeline.quantize.gptq.latents import STATE_BYTES, has_groups
 from quantmint.pipeline.quantize.gptq.solver import SUPPORTED
-from quantmint.pipeline.quantize.gptq.tuning import tuning_bytes
+from quantmint.pipeline.quantize.gptq.tuned_model import tuning_bytes
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, kernel_name
 from quantmint.pipeline.recipe.calibration import Calibration

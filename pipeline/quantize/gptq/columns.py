@@ -40,29 +40,24 @@ def round_columns(
     float32 [n, O]; scales that are no powers of two are exact in ``dtype``. For several weights each tensor has one
     more leading dimension.
     """
-    round_group = _round_group if columns.device.type == "cpu" else _replay_group
+    round_block = _round_block if columns.device.type == "cpu" else _replay_block
     elements, errors = torch.empty_like(columns), torch.empty_like(columns)
-    size, count = max(grid.group, MX_GROUP), columns.shape[-2]
+    size, count = _group_size(grid), columns.shape[-2]
     chosen = columns.new_empty(*columns.shape[:-2], -(-count // size), columns.shape[-1])
-    for block in range(0, count, _BLOCK):
-        end = min(block + _BLOCK, count)
-        due = columns[..., block:end, :]
-        if block:
-            due = _add_product(due, reach[..., block:end, :block], errors[..., :block, :])
-        for first in range(block, end, size):
-            here = slice(first, min(first + size, count))
-            target = _add_product(
-                due[..., first - block : here.stop - block, :],
-                reach[..., here, block:first],
-                errors[..., block:first, :],
-            )
-            rounded, scale = round_group(
-                columns[..., here, :], target, reach[..., here, here], price[..., here], scales, grid, dtype
-            )
-            elements[..., here, :] = rounded
-            errors[..., here, :] = columns[..., here, :] - rounded * scale
-            chosen[..., first // size, :] = scale[..., 0, :]
+    for first in range(0, count, _BLOCK):
+        here = slice(first, min(first + _BLOCK, count))
+        due = columns[..., here, :]
+        if first:
+            due = _add_product(due, reach[..., here, :first], errors[..., :first, :])
+        results = round_block(columns[..., here, :], due, reach[..., here, here], price[..., here], scales, grid, dtype)
+        elements[..., here, :], errors[..., here, :], scales_here = results
+        chosen[..., first // size : -(-here.stop // size), :] = scales_here
     return elements, chosen
+
+
+def _group_size(grid: Grid) -> int:
+    """Return the number of columns that are rounded with one scale, or at a time where a scale is a row's."""
+    return max(grid.group, MX_GROUP)
 
 
 def _add_product(due: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -70,45 +65,74 @@ def _add_product(due: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -
     return (torch.addmm if due.ndim == 2 else torch.baddbmm)(due, first, second)
 
 
-def _replay_group(
+def _round_block(
     columns: torch.Tensor,
-    target: torch.Tensor,
+    due: torch.Tensor,
     reach: torch.Tensor,
     price: torch.Tensor,
     scales: torch.Tensor | None,
     grid: Grid,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run `_round_group` as a CUDA graph: a GPU runs small kernels faster than a CPU launches them.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round a block of columns [n, O] group by group. ``due`` [n, O] compensates for the errors of earlier blocks.
+
+    Return the elements, divided by their scale, and their errors [n, O], and the scales of each group.
+    """
+    elements, errors, chosen = torch.empty_like(columns), torch.empty_like(columns), []
+    size, count = _group_size(grid), columns.shape[-2]
+    for first in range(0, count, size):
+        here = slice(first, min(first + size, count))
+        target = due[..., here, :]
+        if first:
+            target = _add_product(target, reach[..., here, :first], errors[..., :first, :])
+        rounded, scale = _round_group(
+            columns[..., here, :], target, reach[..., here, here], price[..., here], scales, grid, dtype
+        )
+        elements[..., here, :] = rounded
+        errors[..., here, :] = columns[..., here, :] - rounded * scale
+        chosen.append(scale)
+    return elements, errors, torch.cat(chosen, dim=-2)
+
+
+def _replay_block(
+    columns: torch.Tensor,
+    due: torch.Tensor,
+    reach: torch.Tensor,
+    price: torch.Tensor,
+    scales: torch.Tensor | None,
+    grid: Grid,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run `_round_block` as a CUDA graph: a GPU runs small kernels faster than a CPU launches them.
 
     The results are overwritten by the next call with the same shapes.
     """
-    tensors = (columns, target, reach, price) if scales is None else (columns, target, reach, price, scales)
+    tensors = (columns, due, reach, price) if scales is None else (columns, due, reach, price, scales)
     graph, inputs, outputs = _recorded(tuple(tuple(tensor.shape) for tensor in tensors), grid, dtype, columns.device)
     for buffer, tensor in zip(inputs, tensors, strict=True):
         buffer.copy_(tensor)
     graph.replay()
-    rounded, scale = outputs
-    return rounded, scale
+    elements, errors, chosen = outputs
+    return elements, errors, chosen
 
 
 @lru_cache(maxsize=32)  # a few shapes on each of some devices
 def _recorded(shapes: tuple[tuple[int, ...], ...], grid: Grid, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a CUDA graph of `_round_group`, the list of tensors that it reads, and the pair that it writes.
+    """Return a CUDA graph of `_round_block`, the list of tensors that it reads, and the three that it writes.
 
     ``shapes`` are those of the tensors it reads.
     """
     with _RECORDING, torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device):
         inputs = [torch.ones(shape, device=device) for shape in shapes]
-        columns, target, reach, price, *fixed = inputs
-        arguments = (columns, target, reach, price, fixed[0] if fixed else None, grid, dtype)
-        _round_group(*arguments)  # once before: libraries take the memory that they work in, kernels are compiled
+        columns, due, reach, price, *fixed = inputs
+        arguments = (columns, due, reach, price, fixed[0] if fixed else None, grid, dtype)
+        _round_block(*arguments)  # once before: libraries take the memory that they work in, kernels are compiled
         graph = torch.cuda.CUDAGraph()
         # On a stream of the device: the default one of all graphs is the first device's. Other threads read the next
         # layer's weights meanwhile, and compute on other devices.
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            outputs = _round_group(*arguments)
+            outputs = _round_block(*arguments)
         return graph, inputs, outputs
 
 

@@ -41,8 +41,8 @@ from quantmint.pipeline.quantize.gptq.results import LayerResult, layers_folder,
 from quantmint.pipeline.quantize.gptq.runner import GptqRunner
 from quantmint.pipeline.quantize.gptq.scaling import ChannelScaling
 from quantmint.pipeline.quantize.gptq.solve import gptq_bytes, solve
-from quantmint.pipeline.quantize.gptq.tuned_model import WEIGHTS, TuningTask
-from quantmint.pipeline.quantize.gptq.tuning import tune, tuning_bytes
+from quantmint.pipeline.quantize.gptq.tuned_model import WEIGHTS, TuningTask, tuning_bytes
+from quantmint.pipeline.quantize.gptq.tuning import tune
 from quantmint.pipeline.quantize.gptq.weights import Member, ModelWeights, ServedInputs
 from quantmint.pipeline.quantize.inspection.numbers import altered_floor_db
 

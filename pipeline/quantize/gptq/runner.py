@@ -171,7 +171,7 @@ class GptqRunner(LayerRunner):
         facts = [facts, sorted(replicas[0].owned.items()), {"parts": PARTS}]
         super().__init__(replicas, batches, activations, facts, advance)
         self.roundings, self._reference = roundings, reference
-        self._held_out = dict(enumerate(held_out_rows(batches)))
+        self._held_out = self._held_out_rows(range(len(batches)))
         self._summed = len(self.parts)
         self._traces: dict[tuple[str, ...], tuple[str, LayerTrace]] = {}
         self._lock = threading.Lock()
@@ -185,9 +185,19 @@ class GptqRunner(LayerRunner):
         count = len(self.parts)
         self._summed = max(1, min(count - 1, count - round(share * count)))
         summed = sorted(chain(*self.parts[: self._summed]))
-        rows = held_out_rows([self.batches[number] for number in summed])
-        self._held_out = dict(zip(summed, rows, strict=True))
+        self._held_out = self._held_out_rows(summed)
         return sorted(chain(*self.parts[self._summed :]))
+
+    def _held_out_rows(self, numbers: Sequence[int]) -> dict[str, dict[int, torch.Tensor]]:
+        """Return the numbers of the held-out rows by device and batch, of the batches with these ``numbers``.
+
+        They lie on the devices from here on: a copy in the middle of a layer would wait for all that is computed.
+        """
+        rows = held_out_rows([self.batches[number] for number in numbers])
+        return {
+            device: {number: of_batch.to(device) for number, of_batch in zip(numbers, rows, strict=True)}
+            for device in {replica.device for replica in self.replicas}
+        }
 
     def reference_states(self) -> list[States]:
         """Return the reference model's states behind the last layer, by batch, on the CPU. Call it after that layer."""
@@ -366,7 +376,7 @@ class GptqRunner(LayerRunner):
 
         In the layer's last linear step the reference model runs the whole layer, and its states are set aside.
         """
-        held_out = self._held_out.__getitem__ if self._reference else None
+        held_out = self._held_out[share.replica.device].__getitem__ if self._reference else None
         collector = StatisticsCollector(self._state.trace, step.modules, share.cache, held_out)
         model = share.replica.model
         for batch in batches:

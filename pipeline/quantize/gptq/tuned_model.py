@@ -1,7 +1,7 @@
 """A model whose norms and weights are tuned, run as it will be served, one layer at a time, forward and backward.
 
-A backward runs each layer again. Inputs are rounded as they are served, with the gradient of what is not rounded
-(arXiv 1308.3432).
+A backward runs a layer again, except the last layers, of which a GPU with room for them keeps what the forward left.
+Inputs are rounded as they are served, with the gradient of what is not rounded (arXiv 1308.3432).
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ WEIGHTS = "weights"
 VECTORS = "vectors.safetensors"
 """The file of tuned vectors beside the layers' files."""
 
+_SHARE, _TIMES = 0.85, 16
+"""The share of a GPU's free memory for graphs; how many times the hidden states it must be to hold these too."""
 Numbers = dict[str, "torch.Tensor"]
 """Shares that are added to each number of a vector, float32, by the name of its parameter."""
 
@@ -55,6 +57,16 @@ class TuningTask:
     narrow: Collection[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerGraph:
+    """A layer that was run: the states ``leaving`` it, and what they came from, by name and requiring gradients."""
+
+    entering: dict[str, torch.Tensor]
+    numbers: Numbers
+    latents: Numbers
+    leaving: States
+
+
 class TunedModel:
     """The model as it will be served, one layer of weights at a time, or all where the device has room for them."""
 
@@ -75,6 +87,10 @@ class TunedModel:
         device, size = task.replica.device, layers_bytes(task.replica)
         free = free_bytes(device)
         self._is_resident = size < free // 2
+        self._kept: int | None = None  # number of the last layers whose graphs a backward finds
+        is_small = _TIMES * sum(states.nbytes for states in task.reference) < free
+        self._place = device if is_small else "cpu"
+        self._reference = [states.to(self._place) for states in task.reference]
         self._latents: LatentWeights | None = None
         if learns:
             place = learning_place(latent_bytes(task.weights.members), size, device, free)
@@ -104,26 +120,55 @@ class TunedModel:
 
         ``learn`` is called with each layer's number and the gradients by its latent weights.
         """
-        with torch.no_grad():
-            states = self._through(numbers, batch)
+        states, graphs = self._forwards(numbers, batch)
         rows = [slope for _, slope in self._divergences(batch, states.pop(), slope=True)]
         gradient, gradients = States(torch.cat([row for row in rows if row is not None])), Numbers()
         for layer in reversed(range(len(self.layers))):
-            stored = states.pop().to(self._replica.device)
-            entering_states = States(stored.hidden.detach(), stored.carried)
-            leaves = input_leaves(entering_states)
-            inside = {
-                name: tensor.clone().requires_grad_()
-                for name, tensor in numbers.items()
-                if name.startswith(f"{self.layers[layer]}.")
-            }
-            learned = {} if self._latents is None else self._latents.leaves(layer)
-            leaving = self._run(layer, inside, batch, entering_states, learned)
-            before, within = layer_slopes(leaving, gradient, leaves, inside | learned)
-            learn(layer, {name: within.pop(name) for name in learned})
+            entering = states.pop()
+            graph = graphs.pop(layer) if layer in graphs else self._forward(layer, numbers, batch, entering)
+            before, within = layer_slopes(graph.leaving, gradient, graph.entering, graph.numbers | graph.latents)
+            learn(layer, {name: within.pop(name) for name in graph.latents})
             gradients |= within
             gradient = States(before.pop(HIDDEN), before)
         return gradients
+
+    def _forwards(self, numbers: Numbers, batch: int) -> tuple[list[States], dict[int, _LayerGraph]]:
+        """Return a batch's states that enter each layer, and at last those that leave the model, and graphs by layer.
+
+        The first batch shows what a graph takes; from then on those of the last layers are kept.
+        """
+        states, graphs, largest = [self._call(batch)[0]], dict[int, _LayerGraph](), 0
+        for layer in range(len(self.layers)):
+            before = self._allocated()
+            graph = self._forward(layer, numbers, batch, states[-1])
+            largest = max(largest, self._allocated() - before)
+            leaving = graph.leaving.detached()
+            states.append(leaving if self._is_resident else leaving.to("cpu"))
+            if self._kept and layer >= len(self.layers) - self._kept:
+                graphs[layer] = graph
+            del graph
+        if self._kept is None:
+            config, length = self._replica.model.config.get_text_config(), self._task.batches[batch].shape[1]
+            room = free_bytes(self._replica.device) - tuning_bytes(largest, length, int(config.vocab_size))
+            self._kept = max(0, int(_SHARE * room)) // largest if largest else 0
+        return states, graphs
+
+    def _allocated(self) -> int:
+        """Return the bytes that are taken on a GPU; 0 for a CPU, whose memory is not counted."""
+        device = self._replica.device
+        return torch.cuda.memory_allocated(device) if torch.device(device).type == "cuda" else 0
+
+    def _forward(self, layer: int, numbers: Numbers, batch: int, entering: States) -> _LayerGraph:
+        """Run a layer so that its gradients can be asked for, by copies of its numbers and of its latent weights."""
+        there = entering.to(self._replica.device).detached()
+        leaves = input_leaves(there)
+        inside = {
+            name: tensor.clone().requires_grad_()
+            for name, tensor in numbers.items()
+            if name.startswith(f"{self.layers[layer]}.")
+        }
+        learned = {} if self._latents is None else self._latents.leaves(layer)
+        return _LayerGraph(leaves, inside, learned, self._run(layer, inside, batch, there, learned))
 
     def learn(self, layer: int, gradients: Numbers, *, share: float, step: int) -> None:
         """Go a step of a layer's latent weights."""
@@ -163,7 +208,7 @@ class TunedModel:
         samples = [slice(row, row + 1) for row in range(len(tokens))]
         for rows in samples if len(leaving.hidden) == len(tokens) else [slice(None)]:
             hidden = leaving.hidden[rows].to(replica.device).detach().requires_grad_(slope)
-            reference = _plain(self._task.reference[batch].hidden[rows].to(replica.device))
+            reference = _plain(self._reference[batch].hidden[rows].to(replica.device))
             with torch.no_grad():
                 aim = log_likelihoods(rows, reference)
             lost = aim - log_likelihoods(rows, hidden)
@@ -238,7 +283,7 @@ class TunedModel:
         """Return a batch's states that enter the first layer, and the calls of all layers."""
         if batch not in self._calls:
             [(states, calls)] = record(self._replica, [self._task.batches[batch]])
-            states = States(_plain(states.hidden)).to("cpu")
+            states = States(_plain(states.hidden)).to(self._place)
             self._calls[batch] = states, [call.mapped(self._normal) for call in calls]
         return self._calls[batch]
 
@@ -247,6 +292,15 @@ class TunedModel:
         if id(tensor) not in self._copies:
             self._copies[id(tensor)] = tensor, _plain(tensor)  # the first too, so that no other gets its id
         return self._copies[id(tensor)][1]
+
+
+def tuning_bytes(forward: int, length: int, vocabulary: int) -> int:
+    """Return an upper bound on the bytes of a step beside a layer's weights, given those of a ``forward`` of a batch.
+
+    A backward reads about three times what a forward holds at a time; the logits of one sample of ``length`` tokens
+    are there six times in float32, with their exponentials and gradients.
+    """
+    return max(3 * forward, forward + 6 * 4 * length * vocabulary)
 
 
 @cache

@@ -61,15 +61,6 @@ def tune(task: TuningTask, settings: TuningSettings, advance: Callable[[int], No
     save_whole(task.folder / VECTORS, tensors, metadata)
 
 
-def tuning_bytes(forward: int, length: int, vocabulary: int) -> int:
-    """Return an upper bound on the bytes of a step beside a layer's weights, given those of a ``forward`` of a batch.
-
-    A backward reads about three times what a forward holds at a time; the logits of one sample of ``length`` tokens
-    are there six times in float32, with their exponentials and gradients.
-    """
-    return max(3 * forward, forward + 6 * 4 * length * vocabulary)
-
-
 def _descend(
     task: TuningTask,
     settings: TuningSettings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from quantmint.calibration.errors import CalibrationError
 from quantmint.pipeline.quantize.formats.checkpoint import Checkpoint
 from quantmint.pipeline.quantize.gptq import latents, tuned_model, tuning
 from quantmint.pipeline.quantize.gptq.request import GptqResult, GptqSettings, TuningSettings
+from quantmint.pipeline.quantize.gptq.tuned_model import TunedModel
 from quantmint.pipeline.quantize.inspection.inspect import inspect_checkpoint
 from quantmint.pipeline.recipe.quantization import Quantization
 from quantmint.pipeline.serving.reference import model as reference
@@ -146,6 +148,34 @@ def test_a_killed_run_and_several_devices_make_the_same_bytes(
     assert begun[5:7] == [5, 4 if weights else 5], "it goes on behind the last evaluation"
     assert resumed.tuning == result.tuning
     assert bytes_of(write_scaled(killed, resumed)) == expected
+
+
+def test_graphs_that_a_gpu_has_room_for_make_the_same_bytes(
+    models: Models, blocks: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "RATE", 0.01)
+    settings = replace(SETTINGS, tuning=TuningSettings(3, 0.125, weights=True))
+    forward, runs = TunedModel._forward, list[int]()
+
+    def counted(model: TunedModel, layer: int, *rest: Any) -> Any:
+        runs.append(layer)
+        return forward(model, layer, *rest)
+
+    monkeypatch.setattr(TunedModel, "_forward", counted)
+    made = Made(models("llama"), "mxfp4", "quark", tmp_path / "none")
+    expected = made.rounded(blocks, batch=2, settings=settings)
+    assert expected.tuning is not None
+    assert expected.tuning.step > 0
+    assert len(runs) == 3 * 2 * 2, "each of two layers twice in each of three steps"
+    runs.clear()
+    taken = itertools.count(step=1 << 20)
+    monkeypatch.setattr(TunedModel, "_allocated", lambda _: next(taken))
+    monkeypatch.setattr(tuned_model, "free_bytes", lambda _: 1 << 30)
+    kept = Made(models("llama"), "mxfp4", "quark", tmp_path / "kept")
+    result = kept.rounded(blocks, batch=2, settings=settings)
+    assert len(runs) == 2 * 2 + 2 * 2, "both layers again in the first step alone"
+    assert result.tuning == expected.tuning
+    assert bytes_of(write_scaled(kept, result)) == bytes_of(write_scaled(made, expected))
 
 
 @pytest.mark.parametrize("bytes_of_a_weight", ["LATENT_BYTES", "STEP_BYTES"])
