@@ -391,8 +391,21 @@ def _add_product(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor)
     """Add A^T B to ``total``, float32 [I, O], in place, for A [tokens, I] and B [tokens, O]; sums are in float32."""
     if first.dtype == torch.float32:
         total.addmm_(first.t(), second)
+    elif _adds_in_place(first.dtype, first.device):
+        torch.addmm(total, first.t(), second, out_dtype=torch.float32, out=total)
     else:
         total.add_(torch.mm(first.t(), second, out_dtype=torch.float32))
+
+
+@cache
+def _adds_in_place(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a GPU adds products of 16 bit to a matrix in float32 without a product of its own beside it."""
+    matrix, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    try:
+        torch.addmm(total, matrix, matrix, out_dtype=torch.float32, out=total)
+        return bool((total == 1 + len(matrix)).all())
+    except (RuntimeError, TypeError):
+        return False
 
 
 @cache

@@ -80,7 +80,7 @@ def test_the_kernel_rounds_columns_as_well_as_its_operations(name: str, monkeypa
 
 
 @pytest.mark.parametrize("kernel", ["mxfp4", "ptpc_fp8", "w4a16"])
-def test_a_group_of_columns_at_once_gives_what_its_kernels_give_one_by_one(
+def test_a_block_of_columns_at_once_gives_what_its_kernels_give_one_by_one(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def test_a_group_of_columns_at_once_gives_what_its_kernels_give_one_by_one(
     weights = [torch.randn(rows, 384, generator=generator).bfloat16().cuda() for rows in (64, 200, 64)]
     with torch.inference_mode():
         made = [solver.round_weight(weight, factor, KERNELS[kernel]) for weight in weights]
-    monkeypatch.setattr(columns, "_replay_group", columns._round_group)
+    monkeypatch.setattr(columns, "_replay_block", columns._round_block)
     for weight, one in zip(weights, made, strict=True):
         other = solver.round_weight(weight, factor, KERNELS[kernel])
         assert one.after < one.before

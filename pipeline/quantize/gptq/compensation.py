@@ -10,6 +10,7 @@ It moves no further than an inspection accepts: inputs of low rank would let lea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from quantmint.calibration.lazy import torch
@@ -64,9 +65,13 @@ def least_squares_change(hessian: torch.Tensor, cross: torch.Tensor) -> torch.Te
     With inputs X, ``hessian`` is X^T X, and ``cross`` X^T E, float32 [I, O], of the error E; r is half the mean
     diagonal. The change is zero where the regularised Hessian cannot be decomposed.
     """
-    matrix = hessian.clone()
-    matrix.diagonal().add_(_RIDGE * matrix.diagonal().mean())
-    return solve_decomposed(matrix, cross).t() if decompose(matrix) else torch.zeros_like(cross).t()
+    for precision in (in_tf32, nullcontext):  # the ridge hides what TF32 rounds, where it can be decomposed at all
+        matrix = hessian.clone()
+        matrix.diagonal().add_(_RIDGE * matrix.diagonal().mean())
+        with precision():
+            if decompose(matrix):
+                return solve_decomposed(matrix, cross).t()
+    return torch.zeros_like(cross).t()
 
 
 def supported_shares(products: torch.Tensor, errors: torch.Tensor, rows: Sequence[int], most: float) -> list[float]:

@@ -30,7 +30,8 @@ from quantmint.pipeline.quantize.schemes.scheme import Parts
 class LayerResult:
     """Results of a layer until they are written: tensors by "{step}.{role}"; errors, gains and others by step.
 
-    ``weights`` are those before rounding whose rounding can be learned, on the CPU, where it ``learns``.
+    ``weights`` are those before rounding whose rounding can be learned, on the CPU, where it ``learns``. Tensors are on
+    the CPU once ``copied`` has come: a GPU goes on meanwhile.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -38,6 +39,7 @@ class LayerResult:
     gains: dict[str, Gain] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     learns: bool = False
+    copied: torch.cuda.Event | None = None
 
     def add(self, solutions: Sequence[Solution]) -> None:
         """Add the solutions of one of the layer's steps."""
@@ -78,6 +80,8 @@ class LayerResult:
 
         Raises `OSError`.
         """
+        if self.copied is not None:
+            self.copied.synchronize()
         metadata = {
             "gains": json.dumps({name: astuple(gain) for name, gain in self.gains.items()}),
             ERRORS: json.dumps({name: astuple(error) for name, error in self.errors.items()}),
@@ -86,7 +90,11 @@ class LayerResult:
         save_whole(folder / f"{layer:05}.safetensors", self.tensors, metadata)
 
     def _add(self, step: Step, weight: torch.Tensor, parts: Parts) -> None:
-        self.tensors.update({f"{step.name}.{role}": part.cpu() for role, part in parts.items()})
+        on_host = {role: part.to("cpu", non_blocking=True) for role, part in parts.items()}
+        self.tensors.update({f"{step.name}.{role}": part for role, part in on_host.items()})
+        if weight.is_cuda:
+            self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.copied.record(torch.cuda.current_stream(weight.device))
         self.errors[step.name] = error_of(weight, parts, str(step.kernel))
 
 
