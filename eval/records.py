@@ -29,6 +29,9 @@ import yaml
 
 from quantmint.eval.errors import DefinitionError, MeasurementError
 
+SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml's safe loader, which takes a tenth of PyYAML's time; PyYAML's own where it was built without libyaml."""
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -203,24 +206,30 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
     libyaml takes a tenth of the time. Raises `DefinitionError` for values that are nested too deep.
     """
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a PyYAML of one's own build may lack it
-        _require_shallow(path, text, loader)
-        return yaml.compose(text, loader)
+        _require_shallow(path, text, SAFE_LOADER)
+        return yaml.compose(text, SAFE_LOADER)
     except yaml.YAMLError:
         _require_shallow(path, text, yaml.SafeLoader)
         return yaml.compose(text, yaml.SafeLoader)
 
 
-def _require_shallow(path: Path, text: str, loader: Any) -> None:
-    """Raise `DefinitionError` at the first value nested too deep: composing all levels takes their square in time."""
-    levels = 0
+def is_shallow(text: str, levels: int, loader: Any) -> bool:
+    """Return whether a YAML text has at most so many ``levels`` of collections, without composing them.
+
+    libyaml overflows the stack on deep ones, and PyYAML takes the square of their number. Raises `yaml.YAMLError`.
+    """
+    level = 0
     for event in yaml.parse(text, loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            levels += 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            levels -= 1
-        if levels > MOST_LEVELS:
-            raise DefinitionError(f"{path}: values are nested too deep, or in themselves")
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > levels:
+            return False
+    return True
+
+
+def _require_shallow(path: Path, text: str, loader: Any) -> None:
+    """Raise `DefinitionError` for values that are nested too deep."""
+    if not is_shallow(text, MOST_LEVELS, loader):
+        raise DefinitionError(f"{path}: values are nested too deep, or in themselves")
 
 
 def _lines(path: Path, node: yaml.Node, place: Place, lines: dict[Place, int]) -> None:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import yaml
 
+from quantmint.eval.records import SAFE_LOADER
+
 T = TypeVar("T")
 
 
@@ -24,7 +26,7 @@ def load_table(module: str, name: str) -> Any:
     Each file is read once and its content shared: do not change it.
     """
     text = Path(module).with_name(name).read_text(encoding="utf-8")
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - libyaml's safe loader
+    return yaml.load(text, SAFE_LOADER)  # noqa: S506 - it is safe
 
 
 def rows(kind: type[T], table: Mapping[str, Mapping[str, Any]], *pairs: str) -> Mapping[str, T]:

@@ -49,9 +49,9 @@ def resolve_devices(names: str) -> tuple[str, ...]:
 
 
 def device_memory(device: str) -> int:
-    """Return the bytes of memory of a device in all; for a CPU the machine's, or the container's limit if less."""
+    """Return the bytes of memory of a device in all, or within the limit of the container or the process, if less."""
     if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+        return int(torch.cuda.mem_get_info(device)[1] * torch.cuda.get_per_process_memory_fraction(device))
     installed, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), memory_limit()
     return installed if limit is None else min(installed, limit)
 

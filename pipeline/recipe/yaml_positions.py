@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from quantmint.eval.records import SAFE_LOADER, is_shallow
 from quantmint.pipeline.base.errors import RecipeError, shown_path
 from quantmint.pipeline.recipe.faults import Fault, Position, YamlPath
 
@@ -68,7 +69,7 @@ for _class in (_Loader, Dumper):
     _class.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 _SCALARS = {"yaml_implicit_resolvers": _Loader.yaml_implicit_resolvers}
-_FastLoader: Any = type("_FastLoader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), _SCALARS)
+_FastLoader: Any = type("_FastLoader", (SAFE_LOADER,), _SCALARS)
 """libyaml's loader with the same scalars, where PyYAML was built with it."""
 
 
@@ -129,20 +130,11 @@ def _compose(text: str) -> yaml.Node | None:
     only it counts as no column.
     """
     try:
-        if not _ODD.search(text) and _is_shallow(text):
+        if not _ODD.search(text) and is_shallow(text, MAX_LEVELS, _FastLoader):
             return yaml.compose(text, _FastLoader)
     except yaml.YAMLError:
         pass
     return yaml.compose(text, _Loader)
-
-
-def _is_shallow(text: str) -> bool:
-    levels = 0
-    for event in yaml.parse(text, _FastLoader):
-        levels += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if levels > MAX_LEVELS:
-            return False
-    return True
 
 
 @dataclass

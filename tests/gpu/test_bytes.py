@@ -61,7 +61,7 @@ def test_inputs_are_rounded_to_the_same_numbers_on_both(element: str, dtype: tor
         assert torch.equal(found.cpu(), rounding.round_mx(numbers, element, scales))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "ptpc_fp8", "w4a16"])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6_e3m2", "ptpc_fp8", "w4a16"])
 def test_the_kernel_rounds_columns_as_well_as_its_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, generator = KERNELS[name], torch.Generator().manual_seed(0)
     inputs = torch.randn(512, 384, generator=generator) @ torch.randn(384, 384, generator=generator)
@@ -79,7 +79,7 @@ def test_the_kernel_rounds_columns_as_well_as_its_operations(name: str, monkeypa
     assert made.after == pytest.approx(other.after, rel=0.01)
 
 
-@pytest.mark.parametrize("kernel", ["mxfp4", "ptpc_fp8", "w4a16"])
+@pytest.mark.parametrize("kernel", ["mxfp4", "mxfp6_e3m2", "ptpc_fp8", "w4a16"])
 def test_a_block_of_columns_at_once_gives_what_its_kernels_give_one_by_one(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,7 @@ def test_inputs_are_rounded_to_the_same_numbers(
 
 
 @pytest.mark.parametrize("weights", [(), (3,)])
-@pytest.mark.parametrize("kernel", ["mxfp4", "w4a16", "ptpc_fp8"])
+@pytest.mark.parametrize("kernel", ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "w4a16", "ptpc_fp8"])
 def test_a_group_of_columns_is_rounded_to_the_same_numbers(
     kernel: str, weights: tuple[int, ...], launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

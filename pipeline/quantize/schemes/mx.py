@@ -123,31 +123,46 @@ def _scaled(weight: torch.Tensor, element: ElementType) -> tuple[torch.Tensor, t
     return exponent, scaled.view(rows, columns)
 
 
-def _candidates(target: torch.Tensor, _: torch.dtype) -> torch.Tensor:
-    """Return the scales that GPTQ tries for groups [..., 32, O]: float32 [..., 3, O], powers of two.
+def _grid(element: ElementType, pack: Callable[[torch.Tensor], torch.Tensor]) -> Grid:
+    """Return the grid of elements of a type, which ``pack`` packs; GPTQ chooses the scale of each 32 of them."""
 
-    They are that of round-to-nearest, its half and its double, in this order.
-    """
-    nearest = e8m0(target.abs().amax(dim=-2))
-    # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much for it.
-    return (torch.stack((nearest, nearest - 1, nearest + 1), dim=-2).clamp_(1, 252) << 23).view(torch.float32)
+    def candidates(target: torch.Tensor, _: torch.dtype) -> torch.Tensor:
+        """Return the scales that GPTQ tries for groups [..., 32, O]: float32 [..., 3, O], powers of two.
+
+        They are that of round-to-nearest, its half and its double, in this order.
+        """
+        nearest = e8m0(target.abs().amax(dim=-2), element.max_exponent, element.deciding)
+        # Of a scale of 2 ** -127 float32 has no normal number, and the largest element times 2 ** 127 is too much.
+        exponents = torch.stack((nearest, nearest - 1, nearest + 1), dim=-2).clamp_(1, 254 - element.max_exponent)
+        return (exponents << 23).view(torch.float32)
+
+    return Grid(
+        element.mantissa_bits,
+        element.least_exponent,
+        -element.largest,
+        element.largest,
+        MX_GROUP,
+        candidates=candidates,
+        encode_scales=lambda scales, _: (scales.view(torch.int32) >> 23).to(torch.uint8),
+        pack=pack,
+    )
+
+
+def _pack_six(element: ElementType) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda elements: pack_six_bits(encode_minifloat(elements, element, signed_zero=False))
+
+
+def _mxfp6_kernel(name: str, element: ElementType, decode: Decode) -> Kernel:
+    grid = _grid(element, _pack_six(element))
+    return Kernel(name, _mxfp6(element), decode, grid=grid, uncertain=255 - element.max_exponent)
 
 
 _FP4, _FP6_E2M3, _FP6_E3M2, _FP8 = (_decode_as(*of) for of in (("e2m1", 4), ("e2m3", 6), ("e3m2", 6), ("e4m3", 8)))
-_GRID = Grid(
-    E2M1.mantissa_bits,
-    E2M1.least_exponent,
-    -E2M1.largest,
-    E2M1.largest,
-    MX_GROUP,
-    candidates=_candidates,
-    encode_scales=lambda scales, _: (scales.view(torch.int32) >> 23).to(torch.uint8),
-    pack=partial(pack_e2m1, signed_zero=False),
-)
+_GRID = _grid(E2M1, partial(pack_e2m1, signed_zero=False))
 _MXFP4 = Kernel("mxfp4", mxfp4, _FP4, grid=_GRID)
 _MXFP4_QUARK = Kernel("mxfp4_unsigned_zero", mxfp4_unsigned_zero, _FP4, grid=_GRID)
-_MXFP6_E2M3 = Kernel("mxfp6_e2m3", _mxfp6(E2M3), _FP6_E2M3, uncertain=255 - E2M3.max_exponent)
-_MXFP6_E3M2 = Kernel("mxfp6_e3m2", _mxfp6(E3M2), _FP6_E3M2, uncertain=255 - E3M2.max_exponent)
+_MXFP6_E2M3 = _mxfp6_kernel("mxfp6_e2m3", E2M3, _FP6_E2M3)
+_MXFP6_E3M2 = _mxfp6_kernel("mxfp6_e3m2", E3M2, _FP6_E3M2)
 _MXFP8 = Kernel("mxfp8", mxfp8, _FP8, uncertain=255 - E4M3.max_exponent)
 _BOTH = {"compressed-tensors": _MXFP4, "quark": _MXFP4_QUARK}
 

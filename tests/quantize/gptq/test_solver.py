@@ -12,7 +12,7 @@ from quantmint.pipeline.quantize.gptq.solver import Factor, RoundedWeight, round
 from quantmint.pipeline.quantize.schemes.registry import KERNELS, dequantize
 from quantmint.pipeline.quantize.schemes.scales import MX_GROUP
 
-ALL = ["mxfp4", "mxfp4_unsigned_zero", "ptpc_fp8", "fp8", "w4a16"]
+ALL = ["mxfp4", "mxfp4_unsigned_zero", "mxfp6_e2m3", "mxfp6_e3m2", "ptpc_fp8", "fp8", "w4a16"]
 
 
 def factorize(hessian: Any, kernel: str) -> Factor:
@@ -186,7 +186,7 @@ def test_mxfp4_tries_the_scales_beside_the_nearest() -> None:
     assert grid.candidates(target, torch.float32).tolist() == [[0.125] * 3, [0.0625] * 3, [0.25] * 3]
 
 
-@pytest.mark.parametrize("kernel", ["mxfp4", "w4a16"])
+@pytest.mark.parametrize("kernel", ["mxfp4", "mxfp6_e3m2", "w4a16"])
 def test_a_weight_of_one_group_is_rounded(kernel: str) -> None:
     size = KERNELS[kernel].grid.group  # type: ignore[union-attr]
     weight, hessian = weight_of(columns=size), hessian_of(columns=size)
