@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from quantmint.pipeline.quantize.gptq import latents
@@ -381,6 +382,19 @@ def test_gptq_of_a_text_with_a_token_of_zeros(quantmint: Quantmint, source: Path
     made = quantmint("quantize", model, "out", "--scheme", "mxfp4", "--algorithm", "gptq", *words)
     assert made.code == 0, made.err
     assert "PASS" in made.out
+
+
+def test_six_bits_are_rounded_by_gptq(quantmint: Quantmint, source: Path, models: Callable[..., Path]) -> None:
+    options = ("--scheme", "mxfp6_e3m2", "--format", "quark", "--calibration", "words.yaml", "--samples", "8")
+    made = quantmint("quantize", models("mixtral"), "out", *options, "--algorithm", "gptq")
+    assert made.code == 0, made.err
+    assert "PASS" in made.out
+    assert "rounded to the nearest" not in made.err, "no module is left to plain rounding"
+    assert quantmint("quantize", models("mixtral"), "plain", *options[:4]).code == 0
+    rounded, nearest = (load_file(next(Path(folder).glob("*.safetensors"))) for folder in ("out", "plain"))
+    names = {name for name, tensor in nearest.items() if tensor.dtype == torch.uint8 and not name.endswith("_scale")}
+    assert len(names) == 32
+    assert not [name for name in names if torch.equal(rounded[name], nearest[name])]
 
 
 def test_gptq_of_a_text_of_few_words_is_sound(quantmint: Quantmint, copied: Path) -> None:

@@ -34,7 +34,7 @@ PARAMETERS = {
 
 def test_names_of_shipped_recipes() -> None:
     assert set(recipe_names()) >= {
-        *("tiny-ptpc-fp8kv", "tiny-ptpc", "tiny-mxfp4-auto"),
+        *("tiny-ptpc-fp8kv", "tiny-ptpc", "tiny-mxfp4-auto", "tiny-mxfp4-fp8"),
         *("llama8b-fp8kv", "llama70b-fp8kv", "llama405b-fp8kv", "mixtral8x7b-fp8kv", "mixtral8x22b-fp8kv"),
         *("llama8b-mxfp4-auto", "llama70b-mxfp4", "llama405b-mxfp4", "deepseek-r1-mxfp4"),
         *("llama8b-ptpc", "llama70b-ptpc", "qwen3moe-ptpc", "qwen3moe-mxfp4", "qwen3next-ptpc", "qwen3vl-ptpc"),
