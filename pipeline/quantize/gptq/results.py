@@ -44,7 +44,9 @@ class LayerResult:
     def add(self, solutions: Sequence[Solution]) -> None:
         """Add the solutions of one of the layer's steps."""
         for solution in solutions:
-            self._add(solution.member.step, solution.weight, solution.rounded.parts)
+            # Of experts it is gigabytes a layer, and what is copied meanwhile lies in memory that is not given back.
+            waits = solution.member.view is not None
+            self._add(solution.member.step, solution.weight, solution.rounded.parts, waits=waits)
             self.gains[solution.member.step.name] = solution.gain
             if self.learns and is_learned(solution.member):
                 self.weights[solution.member.step.name] = solution.weight.cpu()
@@ -89,10 +91,10 @@ class LayerResult:
         }
         save_whole(folder / f"{layer:05}.safetensors", self.tensors, metadata)
 
-    def _add(self, step: Step, weight: torch.Tensor, parts: Parts) -> None:
-        on_host = {role: part.to("cpu", non_blocking=True) for role, part in parts.items()}
+    def _add(self, step: Step, weight: torch.Tensor, parts: Parts, *, waits: bool = True) -> None:
+        on_host = {role: part.to("cpu", non_blocking=not waits) for role, part in parts.items()}
         self.tensors.update({f"{step.name}.{role}": part for role, part in on_host.items()})
-        if weight.is_cuda:
+        if weight.is_cuda and not waits:
             self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.copied.record(torch.cuda.current_stream(weight.device))
         self.errors[step.name] = error_of(weight, parts, str(step.kernel))
