@@ -128,6 +128,7 @@ ours = {{"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "HF_XET_HIGH_PERFORMANCE"}}
 environment = {{
     name: value for name, value in os.environ.items() if name not in ours and not name.startswith("PYTEST_")
 }}
+environment["OMP_NUM_THREADS"] = "1"
 """
 # What multiprocessing spawns is told its files by their numbers.
 _SPAWNED_SCRIPT = """#!{python} -IS
@@ -169,6 +170,9 @@ def warm_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
     first of them: whatever is read while vLLM is imported or loaded is what it would be. Only which test runs is kept
     from a client, and what libraries set that our own process had imported by then. A server's engine has one of its
     own therefore: vLLM spawns it, by `multiprocessing`, with another OpenMP preloaded on a CPU.
+
+    Each process has one thread of OpenMP, whatever the plan says: several that wait for each other at every layer of a
+    tiny model take more time and CPU time than one.
     """
     python = str(vllm.python)
     (folder / "bin").mkdir(exist_ok=True)
