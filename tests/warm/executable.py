@@ -128,7 +128,7 @@ ours = {{"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "HF_XET_HIGH_PERFORMANCE"}}
 environment = {{
     name: value for name, value in os.environ.items() if name not in ours and not name.startswith("PYTEST_")
 }}
-environment["OMP_NUM_THREADS"] = "1"
+environment |= {{"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}}
 """
 # What multiprocessing spawns is told its files by their numbers.
 _SPAWNED_SCRIPT = """#!{python} -IS
@@ -172,7 +172,8 @@ def warm_vllm(folder: Path, vllm: VllmEnvironment) -> Iterator[VllmEnvironment]:
     own therefore: vLLM spawns it, by `multiprocessing`, with another OpenMP preloaded on a CPU.
 
     Each process has one thread of OpenMP, whatever the plan says: several that wait for each other at every layer of a
-    tiny model take more time and CPU time than one.
+    tiny model take more time and CPU time than one. The functions that even an eager vLLM compiles stay as they are:
+    each engine would compile or load them anew.
     """
     python = str(vllm.python)
     (folder / "bin").mkdir(exist_ok=True)
