@@ -403,15 +403,19 @@ def die() -> Callable[[], None]:
 
 
 @pytest.fixture(scope="session")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def zoo_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the models of `tests.zoo`, and of what is made of them: one for all test processes."""
+    return for_all_workers(tmp_path_factory, "zoo")
+
+
+@pytest.fixture(scope="session")
+def zoo(zoo_root: Path) -> Callable[..., Path]:
     """``zoo("qwen3_next")`` is the folder of a tiny model of `tests.zoo`; each is built once."""
-    root = tmp_path_factory.mktemp("zoo")
 
     def get(name: str, *, dtype: str = "bfloat16") -> Path:
-        from tests.zoo.models import build
+        from tests.zoo.matrix import source
 
-        folder = root / f"{name}-{dtype}"
-        return folder if folder.is_dir() else build(name, folder, dtype=dtype)
+        return source(name, zoo_root, dtype=dtype)
 
     return get
 

@@ -77,14 +77,14 @@ def outcome(name: str, column: str, workdir: Path, *, keep: bool = False) -> Out
     return outcome_of(name, column, folder, out, keep=keep)
 
 
-def source(name: str, workdir: Path) -> Path:
-    """Return the folder of a model, which is built at the first call."""
-    folder = workdir / "sources" / name
+def source(name: str, workdir: Path, *, dtype: str = "bfloat16") -> Path:
+    """Return the folder of a model, which is built at the first call, by any process."""
+    folder = workdir / "sources" / (name if dtype == "bfloat16" else f"{name}-{dtype}")
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch, _quiet():
-            built = build(name, Path(scratch) / "model")
-            with suppress(FileExistsError):
+            built = build(name, Path(scratch) / "model", dtype=dtype)
+            with suppress(OSError):  # another process was faster
                 built.rename(folder)
     return folder
 

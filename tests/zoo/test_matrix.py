@@ -19,13 +19,8 @@ pytestmark = pytest.mark.slow
 PAIRS = (("ptpc_fp8", "mxfp4_quark"), ("fp8_block", "mxfp4"))
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("zoo")
-
-
 @pytest.mark.parametrize(("number", "name"), enumerate(names()))
-def test_what_follows_from_the_weights_alone(sources: Path, number: int, name: str) -> None:
+def test_what_follows_from_the_weights_alone(zoo_root: Path, number: int, name: str) -> None:
     columns = PAIRS[number % 2]
     said = {column: documented()[name][column] for column in columns}
-    assert {column: written(outcome(name, column, sources)) for column in columns} == said
+    assert {column: written(outcome(name, column, zoo_root)) for column in columns} == said

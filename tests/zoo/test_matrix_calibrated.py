@@ -15,12 +15,7 @@ pytestmark = pytest.mark.slow
 COLUMNS = ("fp8_cache", "mxfp4_fp8", "mxfp4_gptq")
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("zoo")
-
-
 @pytest.mark.parametrize(("number", "name"), enumerate(names()))
-def test_what_is_calibrated(sources: Path, number: int, name: str) -> None:
+def test_what_is_calibrated(zoo_root: Path, number: int, name: str) -> None:
     column = COLUMNS[number % 3]
-    assert written(outcome(name, column, sources)) == documented()[name][column]
+    assert written(outcome(name, column, zoo_root)) == documented()[name][column]

@@ -23,13 +23,13 @@ MODELS = {
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def checkpoints(zoo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function from a model's name to the folders of its source and its checkpoint in ptpc_fp8."""
     workdir = tmp_path_factory.mktemp("zoo")
 
     @cache
     def make(name: str) -> tuple[Path, Path]:
-        source, out = matrix.source(name, workdir), workdir / "made" / name
+        source, out = matrix.source(name, zoo_root), workdir / "made" / name
         outcome = matrix.outcome_of(name, "ptpc_fp8", source, out, keep=True)
         assert str(outcome) == "sound"
         return source, out

@@ -30,7 +30,6 @@ from quantmint.pipeline.quantize.model.selection import select
 from quantmint.pipeline.quantize.model.structure import Structure
 from quantmint.pipeline.quantize.schemes.registry import dequantize
 from quantmint.pipeline.recipe.quantization import Quantization
-from tests.zoo.models import build
 
 SETTINGS = GptqSettings(compensation=0.5)
 Models = Callable[..., Path]
@@ -91,13 +90,6 @@ class Made:
 
     def written(self, plans: tuple[ShardPlan, ...], algorithm: str = "gptq") -> Checkpoint:
         return write_plans(self, plans, self.ranges, () if algorithm == "none" else (algorithm,), algorithm)
-
-
-@pytest.fixture(scope="module")
-def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``zoo("qwen3_next")`` is the folder of a tiny model of `tests.zoo`, built once."""
-    root = tmp_path_factory.mktemp("zoo")
-    return lambda name: root / name if (root / name).is_dir() else build(name, root / name)
 
 
 CASES = [
