@@ -31,7 +31,7 @@ from quantmint.pipeline.store.tree import Store
 from tests.trap.checkpoints import CALIBRATION, SOUND, Workshop
 from tests.trap.shard import wrap
 
-_TEXTS = 16
+_TEXTS = 8
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """One thread for each process; automatic binding to NUMA nodes would refuse two of them."""
 BASE = SOUND[0]
