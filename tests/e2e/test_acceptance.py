@@ -19,6 +19,7 @@ MODEL = Path(__file__).parents[2] / "recipes" / "tiny" / "model"
 RECIPE = """\
 name: {name}
 extends: tiny-ptpc
+target: {{max_model_len: {length}}}  # short answers: a fourth of it
 serve: {{knobs: {{--dtype: float32}}, speculative: {speculative}}}
 evaluation: {{control: null, limit: 400}}  # the suite is another test's
 gate:
@@ -35,10 +36,18 @@ def home(warm_vllm: VllmEnvironment, warm_python: Path, tmp_path_factory: pytest
 
 
 def run(
-    project: Project, name: str, speculative: str, margin: float, until: str, *, code: int = 0, draft: str = ""
+    project: Project,
+    name: str,
+    speculative: str,
+    margin: float,
+    until: str,
+    *,
+    code: int = 0,
+    draft: str = "",
+    length: int = 128,
 ) -> dict[str, Any]:
     """Run a recipe up to a stage; return what the command says as JSON."""
-    recipe = RECIPE.format(name=name, speculative=speculative, margin=margin) + draft
+    recipe = RECIPE.format(name=name, speculative=speculative, margin=margin, length=length) + draft
     (project.home / f"{name}.yaml").write_text(recipe, encoding="utf-8")
     done = project.run("run", f"{name}.yaml", "--until", until, "--json")
     assert done.returncode == code, done.stderr
@@ -98,8 +107,8 @@ def test_a_draft_is_served_and_published_with_its_target(home: Project) -> None:
 def test_vllm_serves_an_eagle3_draft_that_is_quantized(home: Project) -> None:
     """The draft's weights are random, so that next to nothing is accepted: what is shown is that vLLM loads it."""
     build_draft("eagle3", MODEL, home.home / "eagle")
-    draft = "draft: {folder: eagle, scheme: ptpc_fp8}\ntarget: {max_model_len: 128}\n"  # short answers: no draft helps
-    run(home, "eagle", "{method: eagle3, tokens: 2}", 0.1, "acceptance-candidate", draft=draft)
+    draft = "draft: {folder: eagle, scheme: ptpc_fp8}\n"
+    run(home, "eagle", "{method: eagle3, tokens: 2}", 0.1, "acceptance-candidate", draft=draft, length=96)
     sides = lengths(home, "eagle3")
     assert sides["baseline"] == pytest.approx(sides["candidate"], rel=0.05)
     assert 1 <= sides["candidate"] < 1.5
