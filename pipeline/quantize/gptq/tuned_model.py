@@ -120,9 +120,16 @@ class TunedModel:
 
         ``learn`` is called with each layer's number and the gradients by its latent weights.
         """
-        states, graphs = self._forwards(numbers, batch)
-        rows = [slope for _, slope in self._divergences(batch, states.pop(), slope=True)]
-        gradient, gradients = States(torch.cat([row for row in rows if row is not None])), Numbers()
+        forwards = None
+        try:
+            forwards = self._forwards(numbers, batch)
+        except torch.OutOfMemoryError:
+            if not self._kept:
+                raise
+            self._kept = 0  # memory in fragments holds less than is free
+        # Not within the block: the error holds the graphs that there was no room for.
+        states, graphs, gradient = forwards or self._forwards(numbers, batch)
+        gradients = Numbers()
         for layer in reversed(range(len(self.layers))):
             entering = states.pop()
             graph = graphs.pop(layer) if layer in graphs else self._forward(layer, numbers, batch, entering)
@@ -132,8 +139,8 @@ class TunedModel:
             gradient = States(before.pop(HIDDEN), before)
         return gradients
 
-    def _forwards(self, numbers: Numbers, batch: int) -> tuple[list[States], dict[int, _LayerGraph]]:
-        """Return a batch's states that enter each layer, and at last those that leave the model, and graphs by layer.
+    def _forwards(self, numbers: Numbers, batch: int) -> tuple[list[States], dict[int, _LayerGraph], States]:
+        """Return a batch's states that enter each layer, graphs by layer, and the gradient at what leaves the model.
 
         The first batch shows what a graph takes; from then on those of the last layers are kept.
         """
@@ -151,7 +158,8 @@ class TunedModel:
             config, length = self._replica.model.config.get_text_config(), self._task.batches[batch].shape[1]
             room = free_bytes(self._replica.device) - tuning_bytes(largest, length, int(config.vocab_size))
             self._kept = max(0, int(_SHARE * room)) // largest if largest else 0
-        return states, graphs
+        rows = [slope for _, slope in self._divergences(batch, states.pop(), slope=True)]
+        return states, graphs, States(torch.cat([row for row in rows if row is not None]))
 
     def _allocated(self) -> int:
         """Return the bytes that are taken on a GPU; 0 for a CPU, whose memory is not counted."""
