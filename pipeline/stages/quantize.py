@@ -211,6 +211,8 @@ def _revisions(quantization: Quantization, config: Mapping[str, Any]) -> dict[st
             facts["dropouts"] = "passed"
         if quantization.parameters["compensation"]:  # it once knew neither bound nor held-out tokens
             facts["compensation"] = "bounded"
+        if any(name.startswith("mxfp6") for name in quantization.schemes):  # once left to the nearest
+            facts["mxfp6"] = "gptq"
     if kind == "phi4_multimodal":  # its encoders, which lie inside the decoder, were once quantized
         facts["towers"] = "16 bit"
     if _absorbs_narrow(quantization, config):  # what vLLM absorbs was once quantized to any scheme

@@ -79,14 +79,17 @@ class SensitivityStage(Stage):
         """Return what determines the costs: schemes, GPTQ's parameters, calibration data, whether code is trusted."""
         recipe = setting.written
         assert recipe.calibration is not None  # noqa: S101 - the recipe's checks
+        gptq, names = _gptq(recipe.quantization), sorted(recipe.quantization.from_ or ())
         return {
-            "schemes": sorted(recipe.quantization.from_ or ()),
-            **_gptq(recipe.quantization),
+            "schemes": names,
+            **gptq,
             **data_identity(recipe.calibration, setting.commits),
             "trust_remote_code": recipe.trust_remote_code,
             **recipe.mx_settings,
             # Inputs in NVFP4 were once rounded by the scale of an FP8 tensor.
-            **({"inputs": "by the global scale"} if "nvfp4" in (recipe.quantization.from_ or ()) else {}),
+            **({"inputs": "by the global scale"} if "nvfp4" in names else {}),
+            # GPTQ once left MXFP6 to the nearest.
+            **({"mxfp6": "gptq"} if gptq and any(name.startswith("mxfp6") for name in names) else {}),
         }
 
     def run(self, job: Job) -> Output:

@@ -142,6 +142,13 @@ def test_what_gptq_compensated_without_a_bound_is_made_again(opened: Open) -> No
         assert "compensation" not in settings_of(opened("mxfp4", *other))
 
 
+def test_six_bits_that_gptq_left_to_the_nearest_are_made_again(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYOUTS, "stream", "quark")
+    assert settings_of(opened("mxfp6_e2m3", "stream", "algorithm: gptq"))["mxfp6"] == "gptq"
+    assert "mxfp6" not in settings_of(opened("mxfp6_e2m3", "stream"))
+    assert "mxfp6" not in settings_of(opened("mxfp4", "stream", "algorithm: gptq"))
+
+
 def test_encoders_that_were_once_quantized_are_made_again(opened: Open) -> None:
     setting = replace(opened("ptpc_fp8", "stream"), config=configuration("phi4_multimodal").to_dict())
     assert settings_of(setting)["towers"] == "16 bit"
