@@ -21,7 +21,8 @@ from quantmint.calibration.weights import held, nbytes
 
 Mode = Literal["auto", "resident", "layer"]
 
-_SHARE = 0.85  # of the free memory that is planned with; the rest is for fragments, and for others
+SHARE = 0.85
+"""The share of the free memory that is planned with; the rest is for fragments, and for others."""
 _STATES = 4  # hidden states lie in a quarter of the memory, beyond which they would go to the disk and back
 ROUNDED_AT_A_TIME = 1 << 28  # numbers of a weight that a GPU rounds at a time: what is in between is 15 GB at most
 
@@ -95,7 +96,7 @@ def require_rounding_room(need: Need, rounding: int, room: int, device: str) -> 
 
     Return whether the next layer's weights, which are read meanwhile, fit too. ``device`` is its name for the message.
     """
-    takes, usable = need.layer + need.forward + rounding, int(room * _SHARE)
+    takes, usable = need.layer + need.forward + rounding, int(room * SHARE)
     if takes > usable:
         raise CalibrationError(
             f"GPTQ takes {_gb(takes)}, of which {_gb(rounding)} to round the largest weight, and {device} has room for "
@@ -118,7 +119,7 @@ def require_learning_room(takes: int, place: str, room: int) -> None:
 
     ``place`` is `learning_place`'s device, for the message.
     """
-    if takes > (usable := int(room * _SHARE)):
+    if takes > (usable := int(room * SHARE)):
         raise CalibrationError(
             f"to learn the rounding of weights takes {_gb(takes)}, and {place} has room for {_gb(usable)}: take "
             "`tuned: {weights: false}`, or a machine with more memory"
@@ -136,7 +137,7 @@ def decide(
     Raises `CalibrationError` where layer mode is not possible or does not fit, and where "auto" finds no mode that
     fits.
     """
-    usable = {device: int(free[device] * _SHARE) // devices.count(device) for device in devices}
+    usable = {device: int(free[device] * SHARE) // devices.count(device) for device in devices}
     tightest = min(usable, key=lambda device: usable[device])
     resident, layers = need.weights + need.forward, 2 * need.layer + need.forward
     fits = resident <= usable[tightest]

@@ -9,7 +9,8 @@ and each row keeps the scale with the least sum.
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -21,6 +22,8 @@ from quantmint.pipeline.quantize.schemes.scheme import Grid
 
 _BLOCK = 128
 """Columns that one product of matrices brings up to date."""
+Rounded = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
+"""Elements, divided by their scale, and their errors, float32 [n, O], and the scales of each group."""
 _RECORDING = threading.Lock()
 """Held while a CUDA graph is recorded: of two at a time one finds the other's recording, on whichever device."""
 
@@ -41,23 +44,34 @@ def round_columns(
     more leading dimension.
     """
     round_block = _round_block if columns.device.type == "cpu" else _replay_block
-    elements, errors = torch.empty_like(columns), torch.empty_like(columns)
-    size, count = _group_size(grid), columns.shape[-2]
-    chosen = columns.new_empty(*columns.shape[:-2], -(-count // size), columns.shape[-1])
-    for first in range(0, count, _BLOCK):
-        here = slice(first, min(first + _BLOCK, count))
-        due = columns[..., here, :]
-        if first:
-            due = _add_product(due, reach[..., here, :first], errors[..., :first, :])
-        results = round_block(columns[..., here, :], due, reach[..., here, here], price[..., here], scales, grid, dtype)
-        elements[..., here, :], errors[..., here, :], scales_here = results
-        chosen[..., first // size : -(-here.stop // size), :] = scales_here
+    rounding = partial(round_block, scales=scales, grid=grid, dtype=dtype)
+    elements, _, chosen = _round_in_steps(_BLOCK, rounding, columns, columns, reach, price)
     return elements, chosen
 
 
-def _group_size(grid: Grid) -> int:
-    """Return the number of columns that are rounded with one scale, or at a time where a scale is a row's."""
-    return max(grid.group, MX_GROUP)
+def _round_in_steps(
+    step: int,
+    rounding: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rounded],
+    columns: torch.Tensor,
+    due: torch.Tensor,
+    reach: torch.Tensor,
+    price: torch.Tensor,
+) -> Rounded:
+    """Round columns [n, O] a ``step`` at a time by ``rounding``, which gets some of them with their due.
+
+    The errors of each step are compensated in the columns ``due`` of the next ones.
+    """
+    elements, errors, chosen = torch.empty_like(columns), torch.empty_like(columns), []
+    count = columns.shape[-2]
+    for first in range(0, count, step):
+        here = slice(first, min(first + step, count))
+        target = due[..., here, :]
+        if first:
+            target = _add_product(target, reach[..., here, :first], errors[..., :first, :])
+        rounded = rounding(columns[..., here, :], target, reach[..., here, here], price[..., here])
+        elements[..., here, :], errors[..., here, :], scales = rounded
+        chosen.append(scales.clone())  # the next step may overwrite them
+    return elements, errors, torch.cat(chosen, dim=-2)
 
 
 def _add_product(due: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -73,25 +87,15 @@ def _round_block(
     scales: torch.Tensor | None,
     grid: Grid,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round a block of columns [n, O] group by group. ``due`` [n, O] compensates for the errors of earlier blocks.
+) -> Rounded:
+    """Round a block of columns [n, O] group by group. ``due`` [n, O] compensates for the errors of earlier blocks."""
 
-    Return the elements, divided by their scale, and their errors [n, O], and the scales of each group.
-    """
-    elements, errors, chosen = torch.empty_like(columns), torch.empty_like(columns), []
-    size, count = _group_size(grid), columns.shape[-2]
-    for first in range(0, count, size):
-        here = slice(first, min(first + size, count))
-        target = due[..., here, :]
-        if first:
-            target = _add_product(target, reach[..., here, :first], errors[..., :first, :])
-        rounded, scale = _round_group(
-            columns[..., here, :], target, reach[..., here, here], price[..., here], scales, grid, dtype
-        )
-        elements[..., here, :] = rounded
-        errors[..., here, :] = columns[..., here, :] - rounded * scale
-        chosen.append(scale)
-    return elements, errors, torch.cat(chosen, dim=-2)
+    def rounding(group: torch.Tensor, target: torch.Tensor, inside: torch.Tensor, prices: torch.Tensor) -> Rounded:
+        rounded, scale = _round_group(group, target, inside, prices, scales, grid, dtype)
+        return rounded, group - rounded * scale, scale
+
+    # As many columns as have one scale, or 32 where a scale is a row's.
+    return _round_in_steps(max(grid.group, MX_GROUP), rounding, columns, due, reach, price)
 
 
 def _replay_block(
@@ -102,7 +106,7 @@ def _replay_block(
     scales: torch.Tensor | None,
     grid: Grid,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Rounded:
     """Run `_round_block` as a CUDA graph: a GPU runs small kernels faster than a CPU launches them.
 
     The results are overwritten by the next call with the same shapes.

@@ -19,7 +19,7 @@ from quantmint.calibration.experts import rounding_experts, stacks
 from quantmint.calibration.inputs import Rounding, rounding_inputs
 from quantmint.calibration.lazy import torch
 from quantmint.calibration.replica import Replica
-from quantmint.calibration.room import free_bytes, layers_bytes, learning_place
+from quantmint.calibration.room import SHARE, free_bytes, layers_bytes, learning_place
 from quantmint.calibration.sensitivity import HIDDEN, input_leaves, layer_slopes, model_logits
 from quantmint.calibration.weights import held
 from quantmint.pipeline.quantize.gptq.latents import FILES, LatentWeights, latent_bytes
@@ -32,8 +32,8 @@ WEIGHTS = "weights"
 VECTORS = "vectors.safetensors"
 """The file of tuned vectors beside the layers' files."""
 
-_SHARE, _TIMES = 0.85, 16
-"""The share of a GPU's free memory for graphs; how many times the hidden states it must be to hold these too."""
+_TIMES = 16
+"""How many times the hidden states a GPU's free memory must be to hold them."""
 Numbers = dict[str, "torch.Tensor"]
 """Shares that are added to each number of a vector, float32, by the name of its parameter."""
 
@@ -112,7 +112,9 @@ class TunedModel:
     def divergence(self, numbers: Numbers, batch: int) -> float:
         """Return the mean KL divergence over a batch's tokens, in nats."""
         with torch.no_grad():
-            leaving = self._through(numbers, batch)[-1]
+            leaving = self._call(batch)[0]
+            for layer in range(len(self.layers)):
+                leaving = self._run(layer, numbers, batch, leaving.to(self._replica.device))
             return sum(float(row) for row, _ in self._divergences(batch, leaving, slope=False))
 
     def gradients(self, numbers: Numbers, batch: int, learn: Callable[[int, Numbers], None]) -> Numbers:
@@ -157,7 +159,7 @@ class TunedModel:
         if self._kept is None:
             config, length = self._replica.model.config.get_text_config(), self._task.batches[batch].shape[1]
             room = free_bytes(self._replica.device) - tuning_bytes(largest, length, int(config.vocab_size))
-            self._kept = max(0, int(_SHARE * room)) // largest if largest else 0
+            self._kept = max(0, int(SHARE * room)) // largest if largest else 0
         rows = [slope for _, slope in self._divergences(batch, states.pop(), slope=True)]
         return states, graphs, States(torch.cat([row for row in rows if row is not None]))
 
@@ -190,14 +192,6 @@ class TunedModel:
     def latent_tensors(self) -> Numbers:
         """Return the tensors of the latent weights, which may be written to, by name."""
         return {} if self._latents is None else dict(self._latents.tensors())
-
-    def _through(self, numbers: Numbers, batch: int) -> list[States]:
-        """Return a batch's states that enter each layer, and at last those that leave the model."""
-        states = [self._call(batch)[0]]
-        for layer in range(len(self.layers)):
-            leaving = self._run(layer, numbers, batch, states[-1].to(self._replica.device))
-            states.append(leaving if self._is_resident else leaving.to("cpu"))
-        return states
 
     def _divergences(
         self, batch: int, leaving: States, *, slope: bool

@@ -108,8 +108,7 @@ def _mxfp6(element: ElementType) -> Callable[[torch.Tensor, torch.Tensor | None]
         Return ``weight`` uint8 [O, I*3/4], see `pack_six_bits`, and ``weight_scale`` uint8 [O, I/32].
         """
         exponent, scaled = _scaled(weight, element)
-        packed = pack_six_bits(encode_minifloat(scaled, element, signed_zero=False))
-        return {"weight": packed, "weight_scale": exponent.to(torch.uint8)}
+        return {"weight": _pack_six(scaled, element), "weight_scale": exponent.to(torch.uint8)}
 
     return encode
 
@@ -148,12 +147,12 @@ def _grid(element: ElementType, pack: Callable[[torch.Tensor], torch.Tensor]) ->
     )
 
 
-def _pack_six(element: ElementType) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda elements: pack_six_bits(encode_minifloat(elements, element, signed_zero=False))
+def _pack_six(scaled: torch.Tensor, element: ElementType) -> torch.Tensor:
+    return pack_six_bits(encode_minifloat(scaled, element, signed_zero=False))
 
 
 def _mxfp6_kernel(name: str, element: ElementType, decode: Decode) -> Kernel:
-    grid = _grid(element, _pack_six(element))
+    grid = _grid(element, partial(_pack_six, element=element))
     return Kernel(name, _mxfp6(element), decode, grid=grid, uncertain=255 - element.max_exponent)
 
 
