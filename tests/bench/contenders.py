@@ -27,8 +27,8 @@ LLM_COMPRESSOR = {
 }
 QUARK = {"ptpc_fp8": "ptpc_fp8", "mxfp4": "mxfp4", "fp8_kv": "fp8", "mxfp4_gptq": "mxfp4"}
 CALIBRATED = ("fp8_kv", "mxfp4_gptq", "mxfp4_tuned")
-_ALGORITHMS = {"mxfp4_gptq": "gptq", "mxfp4_tuned": "autoround"}
-"""The other libraries' algorithm of a case."""
+ALGORITHMS = {"mxfp4_gptq": ("gptq", "gptq"), "mxfp4_tuned": ("tuned", "autoround")}
+"""Our algorithm in a case, and the other libraries'."""
 FIRST = "quantmint-first"
 OURS: Mapping[str, str] = {
     "quantmint": "quantmint quantize",
@@ -103,25 +103,20 @@ def command(contender: str, task: Task, source: Path, destination: Path) -> list
             ours = ["-m", "quantmint"] if task.gpu_memory is None else [str(_LIMITED), str(task.gpu_memory)]
             return [python, *ours, "quantize", *folders, *_options(contender, task)]
     text = str(task.words) if task.calibrated else None
-    order = {
-        "scheme": scheme,
-        "algorithm": _ALGORITHMS.get(task.case),
-        "device": task.device,
-        "text": text,
-        "batch": _BATCH,
-    }
+    _, algorithm = ALGORITHMS.get(task.case, (None, None))
+    order = {"scheme": scheme, "algorithm": algorithm, "device": task.device, "text": text, "batch": _BATCH}
     order["kv_cache"] = task.case == "fp8_kv"
     return [python, str(_PEERS), name, json.dumps(order), *folders]
 
 
 def _options(contender: str, task: Task) -> list[str]:
-    scheme = {"fp8_kv": "fp8", "mxfp4_gptq": "mxfp4", "mxfp4_tuned": "mxfp4"}.get(task.case, task.case)
+    scheme = "fp8" if task.case == "fp8_kv" else "mxfp4" if task.case in ALGORITHMS else task.case
     options = ["--scheme", scheme, "--device", task.device, "--json"]
     if contender == "quantmint-unproven":
         options.append("--no-inspect")
     if task.calibrated:
-        how = {"fp8_kv": ["--kv-cache", "fp8"], "mxfp4_gptq": ["--algorithm", "gptq"]}
-        options += how.get(task.case, ["--algorithm", "tuned"])
+        ours, _ = ALGORITHMS.get(task.case, (None, None))
+        options += ["--kv-cache", "fp8"] if ours is None else ["--algorithm", ours]
         options += ["--calibration", str(task.words.with_suffix(".yaml")), "--no-packing"]
         options += ["--samples", str(task.samples), "--sequence-length", str(task.length)]
         options += ["--batch-size", str(_BATCH)]

@@ -30,7 +30,7 @@ from typing import Any
 import click
 
 from tests.bench import contenders, figures
-from tests.bench.contenders import BASELINES, CASES, FIRST, OURS, PEERS, Task
+from tests.bench.contenders import ALGORITHMS, BASELINES, CASES, FIRST, OURS, PEERS, Task
 from tests.bench.disk import disk_limit, flush
 from tests.bench.model import SHAPES, VOCABULARY, describe, into_page_cache, write_model
 
@@ -207,7 +207,7 @@ def main(
     plot: Path | None,
 ) -> None:
     """Compare `quantmint quantize` with cp, llm-compressor and Quark, each as a whole process."""
-    cases = _listed(CASES, only, "--only", [case for case in CASES if case not in ("mxfp4_gptq", "mxfp4_tuned")])
+    cases = _listed(CASES, only, "--only", [case for case in CASES if case not in ALGORITHMS])
     chosen = _listed(_EVERYBODY, names, "--contenders", _USUAL)
     work, gpu = Path(tempfile.mkdtemp(prefix="quantmint-bench-", dir=folder)), device != "cpu"
     result: dict[str, Any] = {
